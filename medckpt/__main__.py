@@ -1,0 +1,7 @@
+"""Lets `python -m medckpt` work."""
+
+import sys
+
+from medckpt.cli import main
+
+sys.exit(main())

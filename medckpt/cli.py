@@ -1,0 +1,323 @@
+"""`medckpt VERB key=value ...`: parses words, calls one function of run.py, prints errors as a person wants them.
+
+Nothing heavy is imported before a verb really runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from medckpt.errors import ConfigError, MedckptError, suggest
+
+INTERRUPTED = 130
+
+TOP = """\
+medckpt trains 3D segmentation networks on CT and MR, from DICOM or NIfTI to Dice and back.
+
+  medckpt train recipe=swin_ct                        train on the built-in phantom CT (no data needed)
+  medckpt train recipe=swin_mr data=/data/hippocampus train on your own data
+  medckpt predict run=RUN input=SCAN output=FOLDER    segment a NIfTI file, a DICOM series or a folder of them
+  medckpt evaluate run=RUN data=/data/other           score a trained run
+  medckpt recipes                                     list, show and copy the recipes
+
+Every setting is a word `key=value`: trainer.max_steps=500 sampler.patch_size=[96,96,96] precision=bf16-mixed.
+`medckpt VERB --help` says more about each verb; --version prints the version.
+"""
+
+TRAIN = """\
+medckpt train recipe=NAME [key=value ...]     train, evaluate, report
+medckpt train resume=RUN [key=value ...]      go on with a run that was interrupted
+
+Data      data=PATH         an nnU-Net or MSD folder (dataset.json), PATIENT/ folders with a DICOM series and a
+                            NIfTI label, or images/ + labels/; without it the recipe's own (swin_ct: a phantom)
+          data.spacing_mm=[1,1,2]   data.validation=0.2 | 5 | [name,name]
+Memory    activation_ckpt=none|block|all   precision=auto|32|bf16-mixed|16-mixed   memory=auto|cpu
+Size      sampler.patch_size=[96,96,96]    sampler.patches_per_step=4   trainer.accumulate=2
+Length    trainer.max_steps=25000          trainer.max_minutes=10
+Network   model=swin_unetr|unetr           model.feature_size=48
+Output    output=FOLDER     the run folder is made in it (default: runs)
+
+Hydra's own flags work too: --cfg job prints the whole configuration, -m sweeps (seed=0,1,2), --info.
+--json prints metrics.json at the end and nothing else on standard output.
+"""
+
+PREDICT = """\
+medckpt predict run=RUN input=PATH output=PATH [weights=best|last|FILE]
+
+input   a NIfTI, NRRD or MHA file, a DICOM series folder, or a folder of either; several channels of one scan are
+        files CASE_0000.nii.gz, CASE_0001.nii.gz in a folder
+output  a folder, or for one scan a file name that ends in .nii.gz
+The label maps lie on the scans' own grids: same shape, same affine. --json prints the files written.
+"""
+
+EVALUATE = """\
+medckpt evaluate run=RUN [data=PATH] [output=FOLDER] [weights=best|last|FILE]
+
+Scores the run on its own validation cases, or on every labelled case of another data set. Dice per class, mean and
+95 % surface distance in mm, on the scans' own grids. Writes evaluation.json and label maps; --json prints it.
+"""
+
+RECIPES = """\
+medckpt recipes                     list the recipes
+medckpt recipes show NAME           print one, as the file is
+medckpt recipes copy NAME FILE      copy one to change it; then: medckpt train recipe=./FILE
+"""
+
+HELP = {"train": TRAIN, "predict": PREDICT, "evaluate": EVALUATE, "recipes": RECIPES}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 0 done, 1 our fault, 2 bad input, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(TOP, end="")
+        return 0
+    if words[0] == "--version":
+        print(importlib.metadata.version("medckpt"))
+        return 0
+    verb, *rest = words
+    verbs: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "predict": _predict,
+        "evaluate": _evaluate,
+        "recipes": _recipes,
+    }
+    try:
+        if verb not in verbs:
+            raise ConfigError(f"'{verb}' is not a verb. {suggest(verb, verbs)}")
+        if "--help" in rest or "-h" in rest:
+            print(HELP[verb], end="")
+            return 0
+        _log_to_stderr()
+        return verbs[verb](rest)
+    except MedckptError as error:
+        _print_error(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _print_error("interrupted")
+        return INTERRUPTED
+    except Exception:
+        file = _traceback_file()
+        _print_error(f"this is our own fault, not yours: {sys.exc_info()[1]!r}\nThe traceback is in {file}.")
+        return 1
+
+
+def _train(words: list[str]) -> int:
+    as_json = _take_flag(words, "--json")
+    keys = {word.partition("=")[0]: word.partition("=")[2] for word in words if not word.startswith("-")}
+    if "resume" in keys:
+        if "recipe" in keys:
+            raise ConfigError("recipe= and resume= exclude each other: a resumed run keeps its own recipe.")
+        return _resume(Path(keys["resume"]), [word for word in words if not word.startswith("resume=")], as_json)
+    if "recipe" not in keys:
+        from medckpt.search_path import recipe_names
+
+        raise ConfigError(f"say which recipe: medckpt train recipe=NAME. {suggest('', recipe_names())}")
+    rest = [word for word in words if not word.startswith("recipe=")]
+    return _train_by_hydra(keys["recipe"], rest, as_json)
+
+
+def _train_by_hydra(recipe: str, words: list[str], as_json: bool) -> int:
+    """Hands the words to Hydra, so that --cfg, --multirun and --info are its own."""
+    from medckpt import config as configuration
+    from medckpt import search_path
+
+    flags, overrides = _split_flags(words)
+    overrides = configuration.normalize(overrides)
+    single = [word for word in overrides if not configuration.is_sweep(word)]
+    composed = configuration.compose_here(recipe, single)  # finds every mistake before Hydra says it in its own words
+    fitted = [*configuration.machine_words(recipe, single), *overrides]
+    path = search_path.find_recipe(recipe)
+    codes: list[int] = []
+
+    def job(settings: Any) -> float | None:
+        from omegaconf import OmegaConf
+
+        plain = OmegaConf.to_container(settings, resolve=True)
+        assert isinstance(plain, dict)
+        code, dice = _run_training(configuration.from_plain({str(k): v for k, v in plain.items()}), None, as_json)
+        codes.append(code)
+        return dice
+
+    import hydra
+
+    sys_argv, sys.argv = sys.argv, ["medckpt train", *flags, *fitted]
+    try:
+        if not set(flags) & {"--cfg", "-c", "--info", "-i"}:
+            _say_scaled(recipe, composed.scaled, as_json)
+        hydra.main(version_base="1.3", config_path=str(path.parent), config_name=path.stem)(job)()
+    finally:
+        sys.argv = sys_argv
+    return max(codes, default=0)
+
+
+def _resume(run: Path, words: list[str], as_json: bool) -> int:
+    from omegaconf import OmegaConf
+
+    from medckpt import config as configuration
+    from medckpt import typed
+    from medckpt.run import load_config
+
+    flags, overrides = _split_flags(words)
+    if flags:
+        raise ConfigError(f"resume= does not take {' '.join(flags)}.")
+    plain = typed.to_plain(load_config(run))
+    changed = OmegaConf.merge(plain, OmegaConf.from_dotlist(configuration.normalize(overrides)))
+    container = OmegaConf.to_container(changed)
+    assert isinstance(container, dict)
+    return _run_training(configuration.from_plain({str(k): v for k, v in container.items()}), run, as_json)[0]
+
+
+def _run_training(config: Any, resume: Path | None, as_json: bool) -> tuple[int, float | None]:
+    try:
+        from medckpt import console, run
+
+        if as_json:
+            console.to_stderr()
+        trained = run.train(config, resume=resume, command=" ".join(["medckpt", *sys.argv[1:]]))
+    except MedckptError as error:
+        _print_error(str(error))
+        return error.exit_code, None
+    if trained.metrics is None:
+        return INTERRUPTED, None
+    if as_json:
+        print(json.dumps(trained.metrics | {"folder": str(trained.folder)}))
+    return 0, trained.metrics["dice_mean"]
+
+
+def _predict(words: list[str]) -> int:
+    as_json = _take_flag(words, "--json")
+    keys = _read_keys("predict", words, required=("run", "input", "output"), optional=("weights",))
+    from medckpt import console, run
+
+    if as_json:
+        console.to_stderr()
+    files = run.predict(
+        Path(keys["run"]), Path(keys["input"]), Path(keys["output"]), weights=keys.get("weights", "best")
+    )
+    if as_json:
+        print(json.dumps([str(file) for file in files]))
+    return 0
+
+
+def _evaluate(words: list[str]) -> int:
+    as_json = _take_flag(words, "--json")
+    keys = _read_keys("evaluate", words, required=("run",), optional=("data", "output", "weights"))
+    from medckpt import console, run
+
+    if as_json:
+        console.to_stderr()
+    output = Path(keys["output"]) if "output" in keys else None
+    metrics = run.evaluate(Path(keys["run"]), data=keys.get("data"), output=output, weights=keys.get("weights", "best"))
+    if as_json:
+        print(json.dumps(metrics))
+    return 0
+
+
+def _recipes(words: list[str]) -> int:
+    from medckpt.search_path import find_recipe, recipe_names
+
+    as_json = _take_flag(words, "--json")
+    match words:
+        case [] | ["list"]:
+            first = {name: find_recipe(name).read_text().splitlines()[0].lstrip("# ") for name in recipe_names()}
+            print(json.dumps(first) if as_json else "\n".join(f"{name:12} {text}" for name, text in first.items()))
+        case ["show", name]:
+            print(find_recipe(name).read_text(), end="")
+        case ["copy", name, target]:
+            _copy_recipe(find_recipe(name), Path(target))
+        case _:
+            raise ConfigError(f"medckpt recipes {' '.join(words)}: not understood.\n{RECIPES.rstrip()}")
+    return 0
+
+
+def _copy_recipe(source: Path, target: Path) -> None:
+    if target.is_dir():
+        target = target / source.name
+    if target.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{target}: a recipe is a .yaml file.")
+    try:
+        with target.open("x") as stream:  # never over somebody's own recipe
+            stream.write(source.read_text())
+    except FileExistsError:
+        raise ConfigError(f"{target}: it exists already; choose another name.") from None
+    except OSError as error:
+        raise ConfigError(f"{target}: it cannot be written ({error}).") from error
+    print(f"{target}\nTrain with it: medckpt train recipe={target if target.is_absolute() else f'./{target}'}")
+
+
+def _read_keys(verb: str, words: Sequence[str], *, required: Sequence[str], optional: Sequence[str]) -> dict[str, str]:
+    problems, keys = [], {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            problems.append(f"'{word}' is not key=value.")
+        elif key not in (*required, *optional):
+            problems.append(f"{key}: unknown key. {suggest(key, (*required, *optional))}")
+        else:
+            keys[key] = value
+    problems += [f"{key}=... is missing." for key in required if key not in keys]
+    if problems:
+        raise ConfigError("\n".join(problems) + f"\nSee medckpt {verb} --help.")
+    return keys
+
+
+def _split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separates Hydra's flags (with the word that follows --cfg and its like) from key=value words."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    takes_value = {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
+    for word in words:
+        if word.startswith("-") or (flags and flags[-1] in takes_value):
+            flags.append(word)
+        else:
+            overrides.append(word)
+    return flags, overrides
+
+
+def _take_flag(words: list[str], flag: str) -> bool:
+    found = flag in words
+    while flag in words:
+        words.remove(flag)
+    return found
+
+
+def _say_scaled(recipe: str, changes: dict[str, Any], as_json: bool) -> None:
+    from medckpt import console
+
+    if as_json:
+        console.to_stderr()
+    console.scaled(recipe, changes)
+
+
+def _print_error(message: str) -> None:
+    bold = "\033[1;31merror\033[0m" if sys.stderr.isatty() else "error"
+    print(f"{bold} {message}", file=sys.stderr)
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    logger = logging.getLogger("medckpt")
+    logger.handlers = [handler]
+    logger.propagate = False
+
+
+def _traceback_file() -> Path:
+    descriptor, name = tempfile.mkstemp(prefix="medckpt-", suffix=".log")
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(f"medckpt {' '.join(sys.argv[1:])}\n\n{traceback.format_exc()}")
+    return Path(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""`compose`: a recipe's name and some overrides in, one typed `RunConfig` out. Hydra stops here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from medckpt import search_path, typed
+from medckpt.blocks import (
+    DataConfig,
+    LossConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    SamplerConfig,
+    SwinUnetrConfig,
+    TrainerConfig,
+    UnetrConfig,
+)
+from medckpt.errors import ConfigError, suggest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One whole run: what `config.yaml` in the run folder holds."""
+
+    recipe: str
+    model: SwinUnetrConfig | UnetrConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    activation_ckpt: Literal["none", "block", "all"] = "none"
+    """Recompute in backward: nothing, every repeated block, or every block."""
+    precision: Literal["auto", "32", "bf16-mixed", "16-mixed"] = "auto"
+    """auto: bf16-mixed on a GPU that has it, 32 elsewhere."""
+    seed: int = 0
+    output: str = "runs"
+    """Folder in which the run folder is made."""
+
+    def __post_init__(self) -> None:
+        problems = self.model.patch_problems(self.sampler.patch_size)
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed:
+    """A recipe put together for one machine."""
+
+    config: RunConfig
+    device: Literal["cpu", "cuda"]
+    scaled: dict[str, tuple[Any, Any]]
+    """What the recipe's `on_cpu` block changed: key -> (value on a GPU, value here)."""
+
+
+def compose(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Returns the configuration of a recipe with `key=value` overrides, fitted to this machine.
+
+    The same words as on the command line: `compose("swin_ct", ["trainer.max_steps=20", "data=/scans"])`.
+
+    Raises:
+        ConfigError: unknown recipe, key or choice, wrong type, or a broken rule; all that is wrong at once.
+    """
+    return compose_here(recipe, overrides).config
+
+
+def compose_here(recipe: str, overrides: Sequence[str] = ()) -> Composed:
+    """Like `compose`, and says what was scaled for this machine."""
+    words = normalize(overrides)
+    plain = compose_plain(recipe, words)
+    device = resolve_device(plain)
+    on_cpu = _on_cpu(plain) if device == "cpu" else []
+    if not on_cpu:
+        return Composed(config=from_plain(plain), device=device, scaled={})
+    fitted = compose_plain(recipe, [*on_cpu, *words])
+    keys = [word.partition("=")[0] for word in on_cpu]
+    changes = {key: (_lookup(plain, key), _lookup(fitted, key)) for key in keys}
+    changes = {key: pair for key, pair in changes.items() if pair[0] != pair[1]}
+    return Composed(config=from_plain(fitted), device=device, scaled=changes)
+
+
+def machine_words(recipe: str, words: Sequence[str]) -> list[str]:
+    """Returns the overrides that fit a recipe to this machine; they go in front of the user's own words."""
+    plain = compose_plain(recipe, words)
+    return _on_cpu(plain) if resolve_device(plain) == "cpu" else []
+
+
+def from_plain(plain: Mapping[str, Any]) -> RunConfig:
+    """Returns plain settings (a composed recipe, or a run's config.yaml) as a `RunConfig`."""
+    return typed.read(RunConfig, {key: value for key, value in plain.items() if key != "on_cpu"})
+
+
+def compose_plain(recipe: str, words: Sequence[str]) -> dict[str, Any]:
+    """Lets Hydra put a recipe together and returns its settings as plain dictionaries, with `on_cpu` still in."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    path = search_path.find_recipe(recipe)
+    search_path.register()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(path.parent), version_base="1.3", job_name="medckpt"):
+            composed = hydra_compose(config_name=path.stem, overrides=list(words))
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(recipe, error)) from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items() if key != "hydra"}
+
+
+def normalize(words: Sequence[str]) -> list[str]:
+    """Returns a user's `key=value` words as Hydra understands them.
+
+    `data=PATH` means `data.path=PATH`; a value that Hydra's grammar refuses (spaces, commas in a path, a second
+    equals sign) is quoted; a word that is not `key=value` at all is refused with the form it should have.
+    """
+    return [_normalize(word) for word in words]
+
+
+def _normalize(word: str) -> str:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    key, equals, value = word.partition("=")
+    if not equals and not word.startswith("~"):
+        raise ConfigError(f"'{word}' is not an override. Write key=value, for example trainer.max_steps=100.")
+    if key in ("data", "+data") and not (search_path.configs_folder() / "data" / f"{value}.yaml").is_file():
+        key = "data.path"
+    if key == "data.path" and not value.startswith(("'", '"')):
+        value = _quote(str(Path(value).expanduser()) if value.startswith("~") else value)
+    if not equals:
+        return word
+    try:
+        OverridesParser.create().parse_override(f"{key}={value}")
+    except OverrideParseException:
+        value = _quote(value)
+    return f"{key}={value}"
+
+
+def _quote(value: str) -> str:
+    return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'") + "'"
+
+
+def resolve_device(plain: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
+    """Returns where a composed recipe will run: what `memory.device` says, or what this machine has."""
+    wanted = (plain.get("memory") or {}).get("device", "auto")
+    if wanted == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if wanted == "cuda":
+        raise ConfigError(
+            "memory.device=cuda: torch sees no CUDA GPU here. Leave memory=auto, or install a CUDA build."
+        )
+    return "cpu"
+
+
+def _on_cpu(plain: Mapping[str, Any]) -> list[str]:
+    block = plain.get("on_cpu") or {}
+    if not isinstance(block, Mapping):
+        raise ConfigError("on_cpu: expected key: value pairs such as `model.feature_size: 12`.")
+    # A recipe's sizes are for its own network: after `model=other` those that the other lacks do not apply.
+    network = plain.get("model") or {}
+    fits = {key: value for key, value in block.items() if not key.startswith("model.") or key[6:] in network}
+    return [f"{key}={_literal(value)}" for key, value in fits.items()]
+
+
+def _literal(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    return _quote(value) if isinstance(value, str) else str(value)
+
+
+def _lookup(plain: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = plain
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def explain(recipe: str, error: Exception) -> str:
+    """Returns Hydra's complaint about a recipe in our words: the key, the closest match, the list."""
+    text = str(error)
+    unknown = re.search(r"Key '([^']+)' is not in struct\s+full_key: (\S+)", text)
+    if unknown:
+        return f"{unknown.group(2)}: unknown key. {suggest(unknown.group(1), _siblings(unknown.group(2)))}"
+    choice = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
+    if choice:
+        group, name = choice.groups()
+        options = [path.stem for path in (search_path.configs_folder() / group).glob("*.yaml")]
+        return f"{group}={name}: there is no such choice. {suggest(name, options)}"
+    missing = re.search(r"Missing mandatory value: (\S+)", text)
+    if missing:
+        way_out = "Say which data: data=PATH." if missing.group(1) == "data.path" else f"Give {missing.group(1)}=VALUE."
+        return f"{missing.group(1)}: recipe {recipe} leaves it open. {way_out}"
+    group_key = re.search(r"Could not override '([^']+)'", text)
+    if group_key:
+        return f"{group_key.group(1)}: unknown key. {suggest(group_key.group(1), _siblings(group_key.group(1)))}"
+    return f"recipe={recipe}: {text.splitlines()[0] if text else type(error).__name__}"
+
+
+def _siblings(dotted: str) -> list[str]:
+    """Returns the keys that could stand where the last part of `dotted` stands."""
+    import dataclasses
+
+    blocks: dict[str, tuple[type, ...]] = {"": (RunConfig,), "model": (SwinUnetrConfig, UnetrConfig)}
+    for block in (DataConfig, SamplerConfig, LossConfig, OptimizerConfig, TrainerConfig, MemoryConfig):
+        blocks[block.__name__.removesuffix("Config").lower()] = (block,)
+    parent = dotted.rpartition(".")[0]
+    return sorted({item.name for kind in blocks.get(parent, (RunConfig,)) for item in dataclasses.fields(kind)})
+
+
+def is_sweep(word: str) -> bool:
+    """Says whether a normalised `key=value` word asks for several runs (`seed=0,1,2`)."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_override(word).is_sweep_override()

@@ -1,0 +1,98 @@
+"""Counts what a forward pass keeps for its backward pass.
+
+The count is by *storage*: two saved views of one storage are one. Of a SwinUNETR, counting tensors would give 1.56
+times as much. Parameters and buffers are left out, they are there anyway. With recompute applied a region counts
+with its inputs, which is what it keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from medckpt.errors import ConfigError, suggest
+from medckpt.memory.apply import ForwardState
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+def saved_bytes(model: nn.Module, *inputs: object, precision: Precision = "fp32") -> int:
+    """Returns the bytes that one forward pass of `model` keeps for its backward pass.
+
+    Args:
+        model: any module, in the mode (train or eval) to be measured. It is left as it was: buffers and the
+            random states are set back.
+        inputs: its positional arguments, real tensors or fake ones (made under a `FakeTensorMode`). With fake inputs
+            a fake copy of `model` is run, which needs neither memory nor data. Both agree to the byte in float32; with
+            bf16 on the CPU the fake count is 0.05 % low, as torch's fake LayerNorm keeps its statistics in bf16.
+        precision: "fp32" runs as is, "bf16" and "fp16" under autocast of the inputs' device; saved weight casts then
+            count too.
+
+    Returns:
+        The sum of the unique storages saved by autograd, in bytes, not rounded to an allocator's blocks; parameters
+        and buffers excluded, saved inputs included.
+
+    Raises:
+        ConfigError: `precision` is not one of the three.
+    """
+    if precision not in get_args(Precision):
+        raise ConfigError(f"precision: '{precision}' is not known. {suggest(str(precision), get_args(Precision))}")
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    mode = next((leaf.fake_mode for leaf in tensors if isinstance(leaf, FakeTensor)), None)
+    net = model if mode is None else fake_copy(model, mode)
+    owned: set[int] = set()
+    # The storages are held until the end: a freed one could lend its address to the next.
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> None:
+        if _key(tensor) not in owned:
+            saved[_key(tensor)] = tensor.untyped_storage()
+
+    def unpack(_: None) -> torch.Tensor:
+        raise RuntimeError("saved_bytes counts a forward pass; what it saved is not kept, so it has no backward pass.")
+
+    devices = sorted({t.get_device() for t in tensors if t.is_cuda and not isinstance(t, FakeTensor)})
+    with mode or nullcontext(), torch.random.fork_rng(devices=devices), ForwardState(net).restored():
+        owned.update(_key(tensor) for tensor in (*net.parameters(), *net.buffers()))
+        with torch.enable_grad(), _autocast(tensors, precision), saved_tensors_hooks(pack, unpack):
+            net(*inputs)
+        return sum(storage.nbytes() for storage in saved.values())
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Returns a deep copy of `model` whose parameters, buffers and other tensor attributes are fake, made by `mode`.
+
+    Ties between parameters, and recompute if it is applied, are kept; no values are copied. Some networks (MONAI's
+    SwinUNETR) cannot be built under a `FakeTensorMode`, hence the way through a real one. A model that is fake
+    already is copied as it is.
+    """
+    memo: dict[int, object] = {}
+    for module in model.modules():
+        tensors = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor) or id(tensor) in memo:
+                continue
+            fake = tensor.detach() if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor.detach())
+            if isinstance(tensor, nn.Parameter):
+                memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            else:
+                memo[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _autocast(tensors: list[torch.Tensor], precision: Precision) -> torch.autocast | nullcontext[None]:
+    if precision == "fp32":
+        return nullcontext()
+    device = tensors[0].device.type if tensors else "cpu"
+    return torch.autocast(device, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)

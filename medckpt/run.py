@@ -1,0 +1,299 @@
+"""The straight line of each verb, top to bottom."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from medckpt import console, machine, typed
+from medckpt.config import RunConfig, from_plain, resolve_device
+from medckpt.datasets import phantom
+from medckpt.datasets.layouts import Case, Dataset, open_dataset
+from medckpt.datasets.prepare import PreparedCase, median_spacing, prepare, read_case_label
+from medckpt.datasets.reading import write_label
+from medckpt.datasets.split import split_patients
+from medckpt.errors import ConfigError, DataError
+from medckpt.files import write_json, write_text
+from medckpt.geometry import canonical_grid, resample
+from medckpt.inference.predict import Predictor, find_inputs
+from medckpt.memory.apply import apply_recompute
+from medckpt.memory.regions import find_regions
+from medckpt.models.build import build_model
+from medckpt.report.curves import draw_curves
+from medckpt.report.html import write_report
+from medckpt.report.overlay import draw_overlay
+from medckpt.training import state
+from medckpt.training.fit import fit
+from medckpt.training.metrics import CaseScore, score_case, summarize
+
+log = logging.getLogger("medckpt")
+
+OVERLAYS = 4
+"""Validation cases that get a picture in the report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a training left behind."""
+
+    folder: Path
+    metrics: dict[str, Any] | None
+    """The body of metrics.json; None if the run was interrupted before its evaluation."""
+
+
+def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -> Trained:
+    """Trains as `config` says, evaluates on the validation cases, and leaves a run folder.
+
+    Args:
+        config: from `compose`, or from the run folder that is resumed.
+        resume: a run folder that was interrupted; its split, spacing and weights are used.
+        command: what the user typed, for the report.
+
+    Raises:
+        MedckptError: anything that is wrong with configuration or data, before a run folder is made.
+    """
+    device = resolve_device(typed.to_plain(config))
+    facts = machine.prepare_machine(device)
+    dataset = open_data(config)
+    training, validation = _split(config, dataset, resume)
+    if config.data.spacing_mm is None:
+        spacing = median_spacing(training)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, spacing_mm=spacing))
+    console.data(dataset, config, training, validation)
+    prepared_training = _prepare(training, dataset, config, "training cases")
+    prepared_validation = _prepare(validation, dataset, config, "validation cases")
+    network = make_network(config, dataset)
+    folder = resume or _make_run_folder(config, dataset, training, validation, facts)
+    console.start(folder, config, device, network)
+    with console.training(config) as report:
+        fitted = fit(
+            network,
+            config,
+            prepared_training,
+            prepared_validation,
+            classes=class_indices(dataset),
+            device=device,
+            folder=folder,
+            report=report,
+        )
+    if fitted.interrupted:
+        console.interrupted(folder, fitted.progress)
+    if fitted.interrupted or _rank() > 0:
+        return Trained(folder=folder, metrics=None)
+
+    predictor = Predictor(network=network, config=config, labels=dataset.labels, device=torch.device(device))
+    scores = evaluate_cases(predictor, dataset, validation, folder, keep=config.trainer.save_predictions)
+    progress = fitted.progress
+    metrics = summarize(scores) | {
+        "recipe": config.recipe,
+        "weights": "weights/best.ckpt",
+        "weights_step": progress.best_step,
+        "steps": progress.step,
+        "minutes": round(progress.seconds / 60, 3),
+        "patches_per_step": config.sampler.patches_per_step * config.trainer.accumulate * config.trainer.devices,
+        "command": command,
+    }
+    write_json(folder / "metrics.json", metrics)
+    write_json(folder / "memory.json", machine.peak_bytes(device))
+    draw_curves(folder / "metrics.csv", folder / "curves.png")
+    report_file = write_report(folder)
+    console.summary(metrics, machine.peak_bytes(device), report_file)
+    return Trained(folder=folder, metrics=metrics)
+
+
+def predict(run: Path, input_path: Path, output: Path, *, weights: str = "best") -> list[Path]:
+    """Segments one scan or a folder of scans with a trained run; writes NIfTI label maps on the scans' own grids.
+
+    Args:
+        run: a run folder.
+        input_path: a volume file, a DICOM series folder, or a folder of either.
+        output: a `.nii.gz` file (for one scan) or a folder.
+        weights: `best`, `last`, or the path of a weights file.
+
+    Returns:
+        The files written.
+    """
+    predictor, channels = load_predictor(run, weights)
+    cases = find_inputs(input_path, len(channels))
+    single = output.name.endswith((".nii", ".nii.gz"))
+    if single and len(cases) > 1:
+        raise ConfigError(f"output={output}: there are {len(cases)} scans, so the output must be a folder.")
+    if not single and output.is_file():
+        raise ConfigError(f"output={output}: this is a file; give a folder, or a name that ends in .nii.gz.")
+    targets = [output if single else output / f"{case.name}.nii.gz" for case in cases]
+    inputs = {image.resolve() for case in cases for image in case.images}
+    clash = [str(target) for target in targets if target.resolve() in inputs]
+    if clash:
+        raise ConfigError(f"output={output}: {clash[0]} is an input; a prediction never replaces a scan.")
+    with console.bar("predict", len(cases)) as advance:
+        for case, target in zip(cases, targets, strict=True):
+            labels, volumes = predictor.predict(case)
+            write_label(target, labels, volumes[0].grid)
+            advance()
+    console.predicted(targets, predictor.labels)
+    return targets
+
+
+def evaluate(
+    run: Path, *, data: str | None = None, output: Path | None = None, weights: str = "best"
+) -> dict[str, Any]:
+    """Scores a trained run: on its own validation cases, or on all labelled cases of another data set.
+
+    Returns:
+        The body of evaluation.json, which is written to `output` (default: RUN/evaluation) beside the label maps.
+    """
+    predictor, channels = load_predictor(run, weights)
+    dataset = open_data(predictor.config) if data is None else open_dataset(Path(data))
+    if dataset.labels != predictor.labels or len(dataset.channel_names) != len(channels):
+        raise DataError(
+            f"{dataset.root}: labels {dataset.labels} and {len(dataset.channel_names)} channel(s) are not the run's "
+            f"{predictor.labels} and {len(channels)}. Give the data set a dataset.json with the run's labels."
+        )
+    cases = [case for case in dataset.cases if case.label] if data else _split(predictor.config, dataset, run)[1]
+    folder = output or run / "evaluation"
+    metrics = summarize(evaluate_cases(predictor, dataset, cases, folder, keep=True))
+    metrics |= {"run": str(run), "data": str(dataset.root), "weights": weights}
+    write_json(folder / "evaluation.json", metrics)
+    console.scores(metrics)
+    return metrics
+
+
+def evaluate_cases(
+    predictor: Predictor, dataset: Dataset, cases: list[Case] | tuple[Case, ...], folder: Path, *, keep: bool
+) -> list[CaseScore]:
+    """Predicts and scores cases on their own grids; leaves overlays and, with `keep`, label maps in `folder`."""
+    classes = {name: dataset.labels[name] for name in dataset.classes}
+    data = predictor.config.data
+    scores = []
+    with console.bar("evaluate", len(cases)) as advance:
+        for number, case in enumerate(cases):
+            prediction, volumes = predictor.predict(case)
+            grid = volumes[0].grid
+            reference = read_case_label(case, dataset, grid).array
+            scores.append(score_case(case.name, prediction, reference, grid.spacing_mm, classes))
+            if keep:
+                write_label(folder / "predictions" / f"{case.name}.nii.gz", prediction, grid)
+            if number < OVERLAYS:
+                upright = canonical_grid(grid, None)
+                image, expected, found = (
+                    resample(array, grid, upright, order=0, fill=0)
+                    for array in (volumes[0].array, reference, prediction)
+                )
+                window = data.window_hu if data.intensity == "window" else None
+                picture = folder / "overlays" / f"{case.name}.png"
+                draw_overlay(image, expected, found, upright.spacing_mm, classes, window, case.name, picture)
+            advance()
+    return scores
+
+
+def open_data(config: RunConfig) -> Dataset:
+    """Opens the data set that a configuration names; the built-in phantom is made if it is not there yet."""
+    if config.data.path != "phantom":
+        return open_dataset(Path(config.data.path))
+    with console.bar("make the phantom CT", None) as advance:
+        return open_dataset(phantom.make_phantom(phantom.phantom_folder(), progress=lambda done, total: advance()))
+
+
+def make_network(config: RunConfig, dataset: Dataset) -> torch.nn.Module:
+    """Builds the network from the seed, with recompute applied as `activation_ckpt` says."""
+    torch.manual_seed(config.seed)
+    network = build_model(
+        config.model,
+        in_channels=len(dataset.channel_names),
+        out_channels=len(dataset.labels),
+        patch=config.sampler.patch_size,
+    )
+    return apply_recompute(network, find_regions(network, config.activation_ckpt))
+
+
+def class_indices(dataset: Dataset) -> dict[str, int]:
+    """Returns the network's output channel of each foreground class: the rank of its label value."""
+    ranks = {value: rank for rank, value in enumerate(sorted(dataset.labels.values()))}
+    return {name: ranks[dataset.labels[name]] for name in dataset.classes}
+
+
+def load_config(run: Path) -> RunConfig:
+    """Reads the configuration of a run folder."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"run={run}: there is no config.yaml in it, so it is not a run folder.")
+    return from_plain(yaml.safe_load(path.read_text()))
+
+
+def load_predictor(run: Path, weights: str = "best") -> tuple[Predictor, tuple[str, ...]]:
+    """Returns a run's network with its weights, ready to predict, and the names of its channels."""
+    config = load_config(run)
+    facts = json.loads((run / "dataset.json").read_text())
+    channels, labels = tuple(facts["channel_names"]), dict(facts["labels"])
+    path = run / "weights" / f"{weights}.ckpt" if weights in ("best", "last") else Path(weights)
+    if weights == "best" and not path.is_file():
+        path = run / "weights" / "last.ckpt"  # interrupted before its first validation
+    content, _ = state.load(path)
+    network = build_model(
+        config.model, in_channels=len(channels), out_channels=len(labels), patch=config.sampler.patch_size
+    )
+    network.load_state_dict(content["network"])
+    device = resolve_device(typed.to_plain(config))
+    machine.prepare_machine(device)
+    return Predictor(network=network, config=config, labels=labels, device=torch.device(device)), channels
+
+
+def _prepare(cases: tuple[Case, ...], dataset: Dataset, config: RunConfig, what: str) -> tuple[PreparedCase, ...]:
+    with console.bar(f"prepare {what}", len(cases)) as advance:
+        threads = machine.cpu_count()
+        return prepare(cases, dataset, config.data, threads=threads, progress=lambda done, total: advance())
+
+
+def _split(config: RunConfig, dataset: Dataset, run: Path | None) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
+    if run is None:
+        return split_patients(dataset.cases, config.data.validation, config.seed)
+    names = json.loads((run / "split.json").read_text())
+    by_name = {case.name: case for case in dataset.cases}
+    missing = sorted(set(names["train"] + names["val"]) - set(by_name))
+    if missing:
+        raise DataError(f"{run}/split.json names cases that {dataset.root} no longer has: {', '.join(missing[:10])}.")
+    return tuple(by_name[name] for name in names["train"]), tuple(by_name[name] for name in names["val"])
+
+
+def _make_run_folder(
+    config: RunConfig, dataset: Dataset, training: tuple[Case, ...], validation: tuple[Case, ...], facts: dict[str, Any]
+) -> Path:
+    """Makes runs/<recipe>-<date>-<hash> with all that the run needs to be understood and resumed."""
+    if _rank() > 0:  # the first process has made it, and told the others where
+        return Path(os.environ["MEDCKPT_RUN_FOLDER"])
+    data = dataclasses.replace(config.data, path=_absolute(config.data.path))
+    config = dataclasses.replace(config, data=data)
+    plain = typed.to_plain(config)
+    digest = hashlib.sha256(json.dumps([plain, os.getpid()], sort_keys=True).encode()).hexdigest()[:6]
+    moment = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = Path(config.output) / f"{config.recipe}-{moment}-{digest}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"output={config.output}: the run folder cannot be made ({error}).") from error
+    os.environ["MEDCKPT_RUN_FOLDER"] = str(folder.resolve())
+    write_text(folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
+    write_json(folder / "dataset.json", {"labels": dataset.labels, "channel_names": list(dataset.channel_names)})
+    names = {"train": [case.name for case in training], "val": [case.name for case in validation]}
+    write_json(folder / "split.json", names)
+    write_json(folder / "environment.json", machine.environment(facts) | {"command": " ".join(sys.argv)})
+    return folder
+
+
+def _absolute(path: str) -> str:
+    return path if path == "phantom" else str(Path(path).expanduser().resolve())
+
+
+def _rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))

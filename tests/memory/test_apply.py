@@ -1,0 +1,540 @@
+"""Recompute is exact: every comparison here is bit for bit, against the same step without it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
+
+from medckpt.errors import ConfigError
+from medckpt.memory.apply import Applied, applied, apply_recompute, recomputing, undo
+from medckpt.memory.regions import find_regions
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """With several, `index_put` with accumulation (Swin's bias table) adds in any order: no step repeats bit for bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Step(NamedTuple):
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    rng: tuple[torch.Tensor, object, np.ndarray]
+
+
+def one_step(model: nn.Module, *inputs: object, bf16: bool = False, between: Callable[[], object] = int) -> Step:
+    """One training step from fixed seeds; `between` runs between forward and backward."""
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext():
+        output = model(*inputs)
+        loss = sum(o.float().square().mean() for o in (output if isinstance(output, tuple) else (output,)))
+    between()
+    loss.backward()
+    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    gradients |= {f"input {i}": x.grad.clone() for i, x in enumerate(inputs) if getattr(x, "grad", None) is not None}
+    for x in inputs:
+        if isinstance(x, torch.Tensor):
+            x.grad = None
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return Step(loss.detach(), gradients, buffers, (torch.get_rng_state(), random.getstate(), np.random.get_state()[1]))
+
+
+def assert_same(one: Step, other: Step) -> None:
+    assert torch.equal(one.loss, other.loss)
+    assert one.gradients.keys() == other.gradients.keys()
+    for name, gradient in one.gradients.items():
+        twin = other.gradients[name]
+        assert (gradient is None and twin is None) or torch.equal(gradient, twin), name
+    assert one.buffers.keys() == other.buffers.keys()
+    for name, buffer in one.buffers.items():
+        assert torch.equal(buffer, other.buffers[name]), name
+    assert torch.equal(one.rng[0], other.rng[0])
+    assert one.rng[1] == other.rng[1]
+    assert np.array_equal(one.rng[2], other.rng[2])
+
+
+class Net(nn.Module):
+    """Two calls of one block class, and a head: what most of the small tests need."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    """conv, norm, activation, dropout."""
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(2, 2, 3, padding=1)
+        self.norm = norm or nn.InstanceNorm3d(2)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(torch.nn.functional.gelu(self.norm(self.conv(x))))
+
+
+def net(norm: Callable[[], nn.Module] = lambda: nn.InstanceNorm3d(2)) -> Net:
+    torch.manual_seed(0)
+    return Net(Block(norm()), Block(norm()))
+
+
+def volume(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (2, 2, 4, 4, 4)), generator=torch.Generator().manual_seed(1))
+
+
+def compare(model: nn.Module, regions: tuple[str, ...], *inputs: object, **kwargs) -> nn.Module:
+    """Runs a step of a copy without recompute and of `model` with it, and asserts that they are the same."""
+    plain = one_step(copy.deepcopy(model), *inputs, **kwargs)
+    assert_same(one_step(apply_recompute(model, regions), *inputs, **kwargs), plain)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- whole networks
+
+
+def swin_unetr() -> tuple[nn.Module, torch.Tensor]:
+    nets = pytest.importorskip("monai.networks.nets")
+    model = nets.SwinUNETR(
+        in_channels=1, out_channels=2, feature_size=12, drop_rate=0.1, attn_drop_rate=0.1, dropout_path_rate=0.2
+    )
+    return model, volume(1, 1, 64, 32, 32)
+
+
+def unetr() -> tuple[nn.Module, torch.Tensor]:
+    nets = pytest.importorskip("monai.networks.nets")
+    model = nets.UNETR(1, 2, (32, 32, 32), feature_size=8, hidden_size=48, num_heads=4, mlp_dim=96, dropout_rate=0.1)
+    return model, volume(1, 1, 32, 32, 32)
+
+
+def in_float32(module: nn.Module) -> None:
+    """oneDNN's bf16 gradient of a Conv3d weight is not repeatable (and wrong) where a side has two voxels or fewer."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return type(module).forward(module, x.float())
+
+    module.__dict__["forward"] = forward
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("build", [swin_unetr, unetr])
+def test_training_step_is_bit_identical(build, bf16):
+    torch.manual_seed(0)
+    model, x = build()
+    keys = list(model.state_dict())
+    if bf16 and hasattr(model, "encoder10"):
+        in_float32(model.encoder10)
+    plain = one_step(model, x, bf16=bf16)
+    for level in ("block", "all"):
+        regions = find_regions(model, level)
+        apply_recompute(model, regions)
+        assert applied(model) == Applied(regions=regions)
+        assert list(model.state_dict()) == keys
+        assert_same(one_step(model, x, bf16=bf16), plain)
+        undo(model)
+
+
+# ---------------------------------------------------------------------------------------------- buffers
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.BatchNorm3d(2),
+        lambda: nn.BatchNorm3d(2, momentum=None),
+        lambda: nn.InstanceNorm3d(2, track_running_stats=True),
+        lambda: nn.BatchNorm3d(2, track_running_stats=False),
+    ],
+    ids=["batch", "batch-cumulative", "instance-tracked", "batch-untracked"],
+)
+def test_running_statistics_are_updated_once(norm, early_stop):
+    model = net(norm)
+    with set_checkpoint_early_stop(early_stop):
+        compare(model, ("blocks.0", "blocks.1"), volume())
+        compare(undo(model), ("blocks.0", "blocks.1"), volume())  # from statistics that are not the initial ones
+    counts = [b.item() for n, b in model.named_buffers() if n.endswith("num_batches_tracked")]
+    assert counts == ([2, 2] if isinstance(model.blocks[0].norm, nn.BatchNorm3d) and counts else counts)
+
+
+def test_infinite_input_leaves_the_statistics_of_one_update():
+    x = volume()
+    x[0, 0, 0, 0, 0] = float("inf")
+    plain, model = net(lambda: nn.BatchNorm3d(2)), net(lambda: nn.BatchNorm3d(2))
+    apply_recompute(model, ["blocks.0"])
+    for each in (plain, model):
+        one_step(each, x)
+    for one, other in zip(plain.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_spectral_norm_recomputes_from_the_vectors_the_forward_saw():
+    torch.manual_seed(0)
+    model = Net(Block(), Block())
+    for block in model.blocks:
+        block.conv = spectral_norm(block.conv)
+    plain = one_step(model, volume())
+    start = [0.5 * b for b in model.buffers()]
+    for b, value in zip(model.buffers(), start, strict=True):
+        b.copy_(value)
+    plain = one_step(model, volume())
+    for b, value in zip(model.buffers(), start, strict=True):
+        b.copy_(value)
+    assert_same(one_step(apply_recompute(model, ["blocks.0", "blocks.1"]), volume()), plain)
+
+
+class Renorm(nn.BatchNorm3d):
+    """Normalises by the running statistics in training, then replaces the buffer (not in place)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x - self.running_mean.view(1, -1, 1, 1, 1)) * x.std()
+        self.running_mean = 0.5 * self.running_mean + 0.5 * x.detach().mean((0, 2, 3, 4))
+        return y
+
+
+def test_statistics_that_enter_the_output_and_are_replaced():
+    compare(net(lambda: Renorm(2)), ("blocks.0", "blocks.1"), volume())
+
+
+def test_buffer_objects_survive_the_step():
+    model = apply_recompute(net(lambda: nn.BatchNorm3d(2)), ["blocks.0"])
+    before = [id(b) for b in model.buffers()]
+    one_step(model, volume())
+    assert [id(b) for b in model.buffers()] == before
+
+
+# ---------------------------------------------------------------------------------------------- random states, modes
+
+
+class Draws(nn.Module):
+    """Values and a branch from Python's and NumPy's global generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.fc if random.random() < 0.5 else self.other
+        return torch.tanh(layer(x) * random.uniform(0.5, 2)) * np.random.uniform(0.5, 2) + torch.rand(4) * x
+
+
+def test_python_and_numpy_draws_are_repeated():
+    torch.manual_seed(0)
+    compare(Net(Draws(), Draws(), Draws()), ("blocks.0", "blocks.1", "blocks.2"), volume(3, 4))
+
+
+def test_draws_between_forward_and_backward_are_kept():
+    def draw() -> None:
+        torch.rand(3), random.random(), np.random.rand(3)
+
+    torch.manual_seed(0)
+    compare(Net(Draws(), Draws()), ("blocks.0", "blocks.1"), volume(3, 4), between=draw)
+
+
+def test_eval_between_forward_and_backward():
+    model = net(lambda: nn.BatchNorm3d(2))
+    twin = copy.deepcopy(model)
+    apply_recompute(model, ["blocks.0", "blocks.1"])
+    assert_same(one_step(model, volume(), between=model.eval), one_step(twin, volume(), between=twin.eval))
+    assert not any(m.training for m in model.modules())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_device_random_state_without_a_tensor_input():
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.ones(64))
+
+        def forward(self, x: None) -> torch.Tensor:
+            return nn.functional.dropout(self.token * self.token, 0.5).exp()
+
+    compare(Net(Tokens()).cuda(), ("blocks.0",), None)
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+class Mixed(nn.Module):
+    """Takes everything a forward can take, and returns a structure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, scale, mask=None, *, extra, pair, mode="sin"):
+        y = torch.sin(self.fc(x)) * scale if mode == "sin" else self.fc(x)
+        if mask is not None:
+            y = y * mask
+        return (y * extra.exp(), {"sum": y + pair[0], "none": None}, pair[1])
+
+
+class UsesMixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = Mixed()
+
+    def forward(self, x, extra, in_place=False):
+        held = extra * 2
+        first, rest, text = self.mixed(x, 3.0, extra=held, pair=(x * x, "text"))
+        second, _, _ = self.mixed(first, 2, x > 0, mode="cos", extra=extra, pair=[rest["sum"], None])
+        assert text == "text"
+        assert rest["none"] is None
+        if in_place:
+            held.add_(1)
+        return first, second
+
+
+def test_keywords_none_numbers_and_structures():
+    torch.manual_seed(0)
+    x, extra = volume(3, 4).requires_grad_(), volume(1, 4).requires_grad_()
+    compare(UsesMixed(), ("mixed",), x, extra)
+    assert len(one_step(UsesMixed(), x, extra).gradients) == 4, "the inputs' gradients are compared too"
+
+
+def test_keyword_tensor_changed_in_place_is_an_error_and_not_a_wrong_gradient():
+    model = apply_recompute(UsesMixed(), ["mixed"])
+    first, _ = model(volume(3, 4), volume(1, 4).requires_grad_(), in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.sum().backward()
+
+
+def test_nothing_is_kept_without_gradients():
+    model = apply_recompute(net(), ["blocks.0"])
+    model.eval()
+    with torch.no_grad():
+        assert not model(volume()).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(model(volume()), undo(model)(volume()))
+
+
+def test_retained_graph_recomputes_again():
+    model = apply_recompute(net(lambda: nn.BatchNorm3d(2)), ["blocks.0", "blocks.1"])
+    loss = model(volume()).square().mean()
+    once = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    again = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    assert model.blocks[0].norm.num_batches_tracked == 1
+
+
+def test_works_with_the_debug_mode_of_torch():
+    with set_checkpoint_debug_enabled(True):
+        compare(net(lambda: nn.BatchNorm3d(2)), ("blocks.0",), volume())
+
+
+# ---------------------------------------------------------------------------------------------- the model stays itself
+
+
+def test_classes_parameters_and_hooks_are_untouched():
+    model = net()
+    before = [(name, type(m), [id(p) for p in m.parameters()]) for name, m in model.named_modules()]
+    calls: list[tuple[str, bool]] = []
+    region, child = model.blocks[0], model.blocks[0].conv
+    region.register_forward_pre_hook(lambda *_: calls.append(("pre", recomputing())))
+    region.register_forward_hook(lambda *_: calls.append(("post", recomputing())))
+    region.register_full_backward_hook(lambda *_: calls.append(("backward", recomputing())))
+    child.register_forward_hook(lambda *_: calls.append(("child", recomputing())))
+    apply_recompute(model, ["blocks.0"])
+    assert [(name, type(m), [id(p) for p in m.parameters()]) for name, m in model.named_modules()] == before
+    one_step(model, volume())
+    assert calls.count(("pre", False)) == calls.count(("post", False)) == calls.count(("backward", False)) == 1
+    assert [call for call in calls if call[0] == "child"] == [("child", False), ("child", True)]
+    assert not recomputing()
+    assert len(calls) == 5
+
+
+def test_deepcopy_is_independent():
+    model = apply_recompute(net(lambda: nn.BatchNorm3d(2)), ["blocks.0"])
+    clone = copy.deepcopy(model)
+    assert applied(clone) == applied(model)
+    with torch.no_grad():
+        clone.blocks[0].conv.weight.mul_(2)
+    plain = undo(copy.deepcopy(clone))
+    assert applied(clone).regions == ("blocks.0",)
+    assert_same(one_step(clone, volume()), one_step(plain, volume()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_whole_model_save_and_load():
+    model = apply_recompute(net(), ["blocks.0", "blocks.1"])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert applied(loaded) == applied(model)
+    assert loaded.blocks[0].__dict__["forward"].module is loaded.blocks[0]
+    assert_same(one_step(loaded, volume()), one_step(undo(model), volume()))
+
+
+def test_undo_restores():
+    model = net()
+    before = [sorted(m.__dict__) for m in model.modules()]
+    assert undo(apply_recompute(model, ["blocks.0", "blocks.1"])) is model
+    assert [sorted(m.__dict__) for m in model.modules()] == before
+    assert applied(model) == Applied(regions=())
+    apply_recompute(model, ["blocks.1"])
+    assert applied(model).regions == ("blocks.1",)
+
+
+def test_instance_forward_is_wrapped_and_given_back():
+    model = net()
+    block = model.blocks[0]
+    original = block.forward
+    patched = block.__dict__["forward"] = lambda x: original(x).sin()
+    assert_same(one_step(apply_recompute(model, ["blocks.0"]), volume()), one_step(undo(model), volume()))
+    assert block.__dict__["forward"] is patched
+
+
+def test_compile_after_apply():
+    model = net(lambda: nn.BatchNorm3d(2))
+    for block in model.blocks:
+        block.drop = nn.Identity()
+    twin = copy.deepcopy(model)
+    apply_recompute(model, ["blocks.0", "blocks.1"])
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for each in (compiled, twin):
+        each(volume()).square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+    for (name, b), c in zip(model.named_buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(b, c, msg=name)
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+class Flagged(Block):
+    use_checkpoint = True
+
+
+def with_compiled_method() -> Net:
+    model = net()
+    model.blocks[0].conv.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "regions", "message"),
+    [
+        (net, ["blocks.7"], r"no module 'blocks.7'. Did you mean 'blocks.[01]'"),
+        (net, ["zzz"], r"no module 'zzz'. Known: blocks.0, blocks.1"),
+        (net, "blocks.0", "must be a sequence of module names"),
+        (net, [""], "whole model as one region"),
+        (net, ["blocks"], "container is never called"),
+        (net, ["blocks.0", "blocks.0"], "same module"),
+        (net, ["blocks.0", "blocks.0.conv"], "'blocks.0.conv' lies inside region 'blocks.0'"),
+        (net, ["blocks.1.norm", "blocks.1"], "'blocks.1.norm' lies inside region 'blocks.1'"),
+        (lambda: Net(Flagged(), Block()), ["blocks.0"], "own activation checkpointing"),
+        (lambda: Net(Net(Flagged())), ["blocks.0"], "'blocks.0.blocks.0'.*own activation checkpointing"),
+        (lambda: Net(Flagged()), ["blocks.0.conv"], "module 'blocks.0'.*own activation checkpointing"),
+        (lambda: Net(checkpoint_wrapper(Block())), ["blocks.0"], "CheckpointWrapper"),
+        (lambda: Net(Net(checkpoint_wrapper(Block()))), ["blocks.0"], "CheckpointWrapper"),
+        (lambda: Net(Net(torch.compile(Block()))), ["blocks.0"], "'blocks.0.blocks.0' is compiled"),
+        (lambda: torch.compile(net()), ["_orig_mod.blocks.0"], "the model is compiled"),
+        (with_compiled_method, ["blocks.0"], "'blocks.0.conv' is compiled"),
+        (lambda: Net(nn.DataParallel(Block())), ["blocks.0"], "data-parallel wrapper"),
+    ],
+)
+def test_refusals_say_why_and_change_nothing(build, regions, message):
+    model = build()
+    with pytest.raises(ConfigError, match=message):
+        apply_recompute(model, regions)
+    assert applied(model).regions == ()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused_as_a_region_and_welcome_inside_one():
+    model = Net(torch.jit.script(Block()), Block(), Block(norm=torch.jit.script(nn.InstanceNorm3d(2))))
+    assert find_regions(model, "all") == ("blocks.1", "blocks.2")
+    with pytest.raises(ConfigError, match=r"'blocks.0' .*TorchScript"):
+        apply_recompute(model, ["blocks.0"])
+    plain = one_step(model, volume())
+    assert_same(one_step(apply_recompute(model, ["blocks.2"]), volume()), plain)
+
+
+def test_one_bad_region_leaves_the_good_ones_alone():
+    model = Net(Block(), Flagged())
+    with pytest.raises(ConfigError, match=r"'blocks.1' \(Flagged\)"):
+        apply_recompute(model, ["blocks.0", "blocks.1"])
+    assert applied(model).regions == ()
+
+
+def test_applying_twice_is_refused():
+    model = apply_recompute(net(), ["blocks.0"])
+    for again in (["blocks.0"], ["blocks.1"], ["blocks.0.conv"]):
+        with pytest.raises(ConfigError, match=r"applied to this model already \(blocks.0\)"):
+            apply_recompute(model, again)
+    assert applied(model).regions == ("blocks.0",)
+
+
+def test_monai_use_checkpoint_is_refused():
+    nets = pytest.importorskip("monai.networks.nets")
+    model = nets.SwinUNETR(in_channels=1, out_channels=2, feature_size=12, use_checkpoint=True)
+    with pytest.raises(ConfigError, match="use_checkpoint=False"):
+        apply_recompute(model, find_regions(model, "block"))
+    with pytest.raises(ConfigError, match=r"'swinViT.layers1.0.blocks.0.mlp' \(MLPBlock\): module 'swinViT.layers1.0'"):
+        apply_recompute(model, ["swinViT.layers1.0.blocks.0.mlp"])
+    convs = [name for name in find_regions(model, "block") if not name.startswith("swinViT")]
+    assert applied(apply_recompute(model, convs)).regions == tuple(convs)
+
+
+# ---------------------------------------------------------------------------------------------- two processes
+
+
+def ddp_worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model = net()
+    apply_recompute(model, find_regions(model, "block"))
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        parallel(torch.randn(2, 2, 4, 4, 4)).square().mean().backward()
+        optimizer.step()
+    torch.save([p.detach() for p in model.parameters()], f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_equals_averaged_gradients(tmp_path):
+    mp.spawn(ddp_worker, args=(str(tmp_path),), nprocs=2)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            torch.manual_seed(10 * step + rank)
+            (model(torch.randn(2, 2, 4, 4, 4)).square().mean() / 2).backward()
+        optimizer.step()
+    for rank in range(2):
+        for trained, p in zip(torch.load(tmp_path / f"{rank}.pt"), model.parameters(), strict=True):
+            torch.testing.assert_close(trained, p.detach(), rtol=1e-6, atol=1e-7)
