@@ -1,0 +1,42 @@
+"""Train 3D ViT, Swin-UNETR and MAE models on CT and MR that do not fit your GPU.
+
+The public names are in `__all__`; each is loaded when it is first used, so importing medckpt costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from medckpt.config import RunConfig as RunConfig
+    from medckpt.config import compose as compose
+    from medckpt.errors import MedckptError as MedckptError
+    from medckpt.memory.apply import apply_recompute as apply_recompute
+    from medckpt.memory.apply import undo as undo
+    from medckpt.memory.regions import find_regions as find_regions
+    from medckpt.run import evaluate as evaluate
+    from medckpt.run import predict as predict
+    from medckpt.run import train as train
+
+_HOMES = {
+    "MedckptError": "medckpt.errors",
+    "RunConfig": "medckpt.config",
+    "apply_recompute": "medckpt.memory.apply",
+    "compose": "medckpt.config",
+    "evaluate": "medckpt.run",
+    "find_regions": "medckpt.memory.regions",
+    "predict": "medckpt.run",
+    "train": "medckpt.run",
+    "undo": "medckpt.memory.apply",
+}
+
+__all__ = list(_HOMES)  # noqa: PLE0605  (one list, kept once)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'medckpt' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

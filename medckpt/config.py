@@ -195,6 +195,8 @@ def _lookup(plain: Mapping[str, Any], dotted: str) -> Any:
 
 def explain(recipe: str, error: Exception) -> str:
     """Returns Hydra's complaint about a recipe in our words: the key, the closest match, the list."""
+    from omegaconf import MissingMandatoryValue
+
     text = str(error)
     unknown = re.search(r"Key '([^']+)' is not in struct\s+full_key: (\S+)", text)
     if unknown:
@@ -204,10 +206,10 @@ def explain(recipe: str, error: Exception) -> str:
         group, name = choice.groups()
         options = [path.stem for path in (search_path.configs_folder() / group).glob("*.yaml")]
         return f"{group}={name}: there is no such choice. {suggest(name, options)}"
-    missing = re.search(r"Missing mandatory value: (\S+)", text)
-    if missing:
-        way_out = "Say which data: data=PATH." if missing.group(1) == "data.path" else f"Give {missing.group(1)}=VALUE."
-        return f"{missing.group(1)}: recipe {recipe} leaves it open. {way_out}"
+    if isinstance(error, MissingMandatoryValue):
+        key = str(error.full_key)
+        way_out = "Say which data: data=PATH." if key == "data.path" else f"Give {key}=VALUE."
+        return f"{key}: recipe {recipe} leaves it open. {way_out}"
     group_key = re.search(r"Could not override '([^']+)'", text)
     if group_key:
         return f"{group_key.group(1)}: unknown key. {suggest(group_key.group(1), _siblings(group_key.group(1)))}"

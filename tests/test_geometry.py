@@ -188,7 +188,7 @@ def test_interpolation_equals_scipy(shape: tuple[int, int, int], order: int) -> 
     indices = np.stack(np.meshgrid(*map(np.arange, target.shape), indexing="ij")).reshape(3, -1)
     points = to_source[:3, :3] @ indices + to_source[:3, 3:]
     inside = np.all((points >= -0.5) & (points <= np.array(shape)[:, None] - 0.5), axis=0)
-    assert 0 < inside.sum()
+    assert inside.sum() > 0
     mode = "mirror" if order == 3 else "nearest"
     expected = np.where(inside, map_coordinates(array.astype(np.float64), points, order=order, mode=mode), -5.0)
     ours = resample(array, source, target, order, fill=-5)

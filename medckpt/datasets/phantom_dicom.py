@@ -86,7 +86,7 @@ def place_on_table(
     size: (3,) the body's scale along its x, y, z. Returns the grid, and the (4, 4) map from its indices (column, row,
     slice) to the body's own mm. `turned` stores the same anatomy with rows to the right and columns to the front.
     """
-    from scipy.spatial.transform import Rotation  # noqa: PLC0415
+    from scipy.spatial.transform import Rotation
 
     spacing = round(float(rng.uniform(np.clip(width_mm / 120, 2.8, 3.8), 3.8)), 3)
     columns = int(np.clip(math.ceil(width_mm / spacing), 96, 120))
@@ -267,8 +267,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _series_header(grid: Grid, names: SeriesNames) -> FileDataset:
     """Everything the slices of a series have in common (CT Image Storage, PS3.3 A.3)."""
-    from pydicom.dataset import FileDataset, FileMetaDataset  # noqa: PLC0415
-    from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid  # noqa: PLC0415
+    from pydicom.dataset import FileDataset, FileMetaDataset
+    from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 
     meta = FileMetaDataset()
     meta.MediaStorageSOPClassUID = CTImageStorage
@@ -300,7 +300,7 @@ def _series_header(grid: Grid, names: SeriesNames) -> FileDataset:
 
 def _set_slice(header: FileDataset, grid: Grid, names: SeriesNames, index: int) -> None:
     """Turns `header` into that of the slice `index`, counted from the lowest."""
-    from pydicom.uid import generate_uid  # noqa: PLC0415
+    from pydicom.uid import generate_uid
 
     number = names.instance_numbers[index]
     uid = generate_uid(entropy_srcs=[names.key, "Instance", str(number)])
@@ -312,7 +312,7 @@ def _set_slice(header: FileDataset, grid: Grid, names: SeriesNames, index: int) 
 
 
 def _nifti_bytes(labels: NDArray[np.uint8], grid: Grid) -> bytes:
-    import nibabel as nib  # noqa: PLC0415
+    import nibabel as nib
 
     image = nib.Nifti1Image(np.ascontiguousarray(labels.transpose(2, 1, 0)), grid.affine_ras)
     image.set_sform(grid.affine_ras, code=1)

@@ -34,8 +34,8 @@ def split_patients(
     if len(patients) < 2:
         there = ", ".join(patients) or "no case"
         raise DataError(
-            f"a split by patient needs at least 2 patients; here is {len(patients)} ({there}). Add patients, or bring a "
-            "separate data set to validate on."
+            f"a split by patient needs at least 2 patients; here is {len(patients)} ({there}). Add patients, or bring "
+            "a separate data set to validate on."
         )
     chosen = _named(validation, patients) if _is_names(validation) else _ranked(validation, patients, seed)
     ordered = sorted(cases, key=lambda case: (case.name, case.patient))

@@ -72,6 +72,12 @@ def test_uneven_spacing_is_refused(tmp_path: Path) -> None:
         read_volume(tmp_path)
 
 
+def test_a_wide_gap_that_is_no_whole_number_of_slices(tmp_path: Path) -> None:
+    make_series(tmp_path, position=lambda k: (0, 0, 2 * k + (3 if k >= 4 else 0)))
+    with pytest.raises(GeometryError, match=r"not evenly spaced: 2 mm is usual, but 5 mm after 3\.dcm \(at 6 mm\)"):
+        read_volume(tmp_path)
+
+
 def test_slow_drift_of_the_spacing_is_refused(tmp_path: Path) -> None:
     """No gap is far from the usual one, but the middle slices would be 0.5 mm off."""
     make_series(tmp_path, ks=range(41), position=lambda k: (0, 0, 2 * k + 0.05 * max(0, k - 20)))
@@ -106,7 +112,7 @@ def test_same_position_other_pixels_is_refused(tmp_path: Path) -> None:
 
 
 def test_all_slices_at_one_position(tmp_path: Path) -> None:
-    make_series(tmp_path, position=lambda k: (0, 0, 7), AcquisitionNumber=lambda k: k)
+    make_series(tmp_path, position=lambda k: (0, 0, 7), AcquisitionNumber=lambda k: k % 2)
     with pytest.raises(GeometryError, match="all 6 slices lie at one position"):
         read_volume(tmp_path)
 
@@ -219,6 +225,17 @@ def test_colour_is_refused_but_a_colour_sheet_of_another_series_is_set_aside(tmp
     make_series(tmp_path / "b")
     save_slice(tmp_path / "b" / "dose.dcm", make_slice(0, pixels=colour, SeriesInstanceUID="1.2.3", **tags))
     assert series_values(read_volume(tmp_path / "b").array) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_colour_slice_of_the_series_itself_is_not_passed_over(tmp_path: Path) -> None:
+    """It may be the last slice of the stack, whose loss leaves no gap; naming a file does not change that."""
+    make_series(tmp_path)
+    colour = np.zeros((ROWS, COLUMNS, 3), np.int16)
+    tags = {"SamplesPerPixel": 3, "PhotometricInterpretation": "RGB", "PlanarConfiguration": 0}
+    save_slice(tmp_path / "6.dcm", make_slice(6, pixels=colour, **tags))
+    for path in (tmp_path, tmp_path / "0.dcm"):
+        with pytest.raises(DataError, match=r"1 images \(6\.dcm\) cannot be read: colour"):
+            read_volume(path)
 
 
 def test_mosaic_is_refused(tmp_path: Path) -> None:

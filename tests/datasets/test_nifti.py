@@ -23,6 +23,7 @@ AFFINE = np.array([[-1.0, 0, 0, 10], [0, 2.0, 0, -5], [0, 0, 3.0, 3], [0, 0, 0, 
 def save(
     path: Path,
     array: np.ndarray | None = None,
+    *,
     affine: np.ndarray = AFFINE,
     qform: np.ndarray | None = None,
     codes: tuple[int, int] = (1, 1),
@@ -133,6 +134,7 @@ def test_written_labels(tmp_path: Path, values: list[int], dtype: str) -> None:
     assert by_itk[1, 2, 3] == values[1]
     assert os.listdir(path.parent) == ["label.nii.gz"]
     first = path.read_bytes()
+    assert first[4:8] == bytes(4)  # no time in the gzip header
     write_label(path, array, grid)
     assert path.read_bytes() == first
 
@@ -248,12 +250,12 @@ def test_missing_and_unknown_files(tmp_path: Path) -> None:
                 read(tmp_path / name)
 
 
-@pytest.mark.parametrize("keep", [0, 100, 300])
+@pytest.mark.parametrize("keep", [0, 100, 500])
 @pytest.mark.parametrize("suffix", [".nii.gz", ".nii"])
 def test_truncated_files_are_named(tmp_path: Path, suffix: str, keep: int) -> None:
     array = np.random.default_rng(0).integers(0, 999, (8, 9, 10)).astype(np.int16)
     path = save(tmp_path / f"a{suffix}", array)
-    path.write_bytes(path.read_bytes()[: 500 if keep == 300 else keep])
+    path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataError, match=r"a\.nii.*cannot be read as NIfTI.*complete"):
         read_volume(path)
 

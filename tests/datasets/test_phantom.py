@@ -15,6 +15,7 @@ import numpy as np
 import pydicom
 import pytest
 import SimpleITK as sitk  # noqa: N813
+from filelock import FileLock
 from numpy.typing import NDArray
 
 from medckpt.datasets.phantom import PHANTOM_LABELS, draw_patient, make_phantom, phantom_folder
@@ -26,7 +27,12 @@ FOREGROUND = sorted(set(PHANTOM_LABELS.values()) - {0})
 
 @pytest.fixture(scope="module")
 def phantom(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_phantom(tmp_path_factory.mktemp("phantom") / "data", PATIENTS)
+    """All patients; made once for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    with FileLock(base / "phantom.lock"):
+        return make_phantom(base / "phantom", PATIENTS)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,18 +13,16 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
-from medckpt.errors import ConfigError
-from medckpt.memory.apply import Applied, applied, apply_recompute, recomputing, undo
+from medckpt.memory.apply import Applied, applied, apply_recompute, undo
 from medckpt.memory.regions import find_regions
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """With several, `index_put` with accumulation (Swin's bias table) adds in any order: no step repeats bit for bit."""
+    """With several, accumulating `index_put` (Swin's bias table) adds in any order: no step repeats bit for bit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -69,7 +66,7 @@ def assert_same(one: Step, other: Step) -> None:
     for name, buffer in one.buffers.items():
         assert torch.equal(buffer, other.buffers[name]), name
     assert torch.equal(one.rng[0], other.rng[0])
-    assert one.rng[1] == other.rng[1]
+    assert hash(one.rng[1]) == hash(other.rng[1]), "Python's random state"
     assert np.array_equal(one.rng[2], other.rng[2])
 
 
@@ -210,16 +207,25 @@ def test_spectral_norm_recomputes_from_the_vectors_the_forward_saw():
 
 
 class Renorm(nn.BatchNorm3d):
-    """Normalises by the running statistics in training, then replaces the buffer (not in place)."""
+    """Normalises by the running statistics in training, then changes the buffer or puts another in its place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__(2, affine=False)
+        self.in_place = in_place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = (x - self.running_mean.view(1, -1, 1, 1, 1)) * x.std()
-        self.running_mean = 0.5 * self.running_mean + 0.5 * x.detach().mean((0, 2, 3, 4))
+        y = torch.sin(x - self.running_mean.view(1, -1, 1, 1, 1))
+        mean = 0.5 * self.running_mean + 0.5 * x.detach().mean((0, 2, 3, 4))
+        if self.in_place:
+            self.running_mean.data.copy_(mean)
+        else:
+            self.running_mean = mean
         return y
 
 
-def test_statistics_that_enter_the_output_and_are_replaced():
-    compare(net(lambda: Renorm(2)), ("blocks.0", "blocks.1"), volume())
+@pytest.mark.parametrize("in_place", [True, False])
+def test_statistics_that_enter_the_output(in_place):
+    compare(net(lambda: Renorm(in_place)), ("blocks.0", "blocks.1"), volume())
 
 
 def test_buffer_objects_survive_the_step():
@@ -241,8 +247,9 @@ class Draws(nn.Module):
         self.other = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # The draws enter what is saved for backward (tanh saves its output), not only the values.
         layer = self.fc if random.random() < 0.5 else self.other
-        return torch.tanh(layer(x) * random.uniform(0.5, 2)) * np.random.uniform(0.5, 2) + torch.rand(4) * x
+        return torch.tanh(layer(x) * random.uniform(0.5, 2) * np.random.uniform(0.5, 2)) + torch.rand(4) * x
 
 
 def test_python_and_numpy_draws_are_repeated():
@@ -337,173 +344,18 @@ def test_nothing_is_kept_without_gradients():
 
 
 def test_retained_graph_recomputes_again():
-    model = apply_recompute(net(lambda: nn.BatchNorm3d(2)), ["blocks.0", "blocks.1"])
+    model = apply_recompute(net(lambda: Renorm(True)), ["blocks.0", "blocks.1"])
     loss = model(volume()).square().mean()
+    mean = model.blocks[0].norm.running_mean.clone()
     once = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     again = torch.autograd.grad(loss, list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
-    assert model.blocks[0].norm.num_batches_tracked == 1
+    assert torch.equal(model.blocks[0].norm.running_mean, mean)
 
 
 def test_works_with_the_debug_mode_of_torch():
     with set_checkpoint_debug_enabled(True):
         compare(net(lambda: nn.BatchNorm3d(2)), ("blocks.0",), volume())
-
-
-# ---------------------------------------------------------------------------------------------- the model stays itself
-
-
-def test_classes_parameters_and_hooks_are_untouched():
-    model = net()
-    before = [(name, type(m), [id(p) for p in m.parameters()]) for name, m in model.named_modules()]
-    calls: list[tuple[str, bool]] = []
-    region, child = model.blocks[0], model.blocks[0].conv
-    region.register_forward_pre_hook(lambda *_: calls.append(("pre", recomputing())))
-    region.register_forward_hook(lambda *_: calls.append(("post", recomputing())))
-    region.register_full_backward_hook(lambda *_: calls.append(("backward", recomputing())))
-    child.register_forward_hook(lambda *_: calls.append(("child", recomputing())))
-    apply_recompute(model, ["blocks.0"])
-    assert [(name, type(m), [id(p) for p in m.parameters()]) for name, m in model.named_modules()] == before
-    one_step(model, volume())
-    assert calls.count(("pre", False)) == calls.count(("post", False)) == calls.count(("backward", False)) == 1
-    assert [call for call in calls if call[0] == "child"] == [("child", False), ("child", True)]
-    assert not recomputing()
-    assert len(calls) == 5
-
-
-def test_deepcopy_is_independent():
-    model = apply_recompute(net(lambda: nn.BatchNorm3d(2)), ["blocks.0"])
-    clone = copy.deepcopy(model)
-    assert applied(clone) == applied(model)
-    with torch.no_grad():
-        clone.blocks[0].conv.weight.mul_(2)
-    plain = undo(copy.deepcopy(clone))
-    assert applied(clone).regions == ("blocks.0",)
-    assert_same(one_step(clone, volume()), one_step(plain, volume()))
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_whole_model_save_and_load():
-    model = apply_recompute(net(), ["blocks.0", "blocks.1"])
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert applied(loaded) == applied(model)
-    assert loaded.blocks[0].__dict__["forward"].module is loaded.blocks[0]
-    assert_same(one_step(loaded, volume()), one_step(undo(model), volume()))
-
-
-def test_undo_restores():
-    model = net()
-    before = [sorted(m.__dict__) for m in model.modules()]
-    assert undo(apply_recompute(model, ["blocks.0", "blocks.1"])) is model
-    assert [sorted(m.__dict__) for m in model.modules()] == before
-    assert applied(model) == Applied(regions=())
-    apply_recompute(model, ["blocks.1"])
-    assert applied(model).regions == ("blocks.1",)
-
-
-def test_instance_forward_is_wrapped_and_given_back():
-    model = net()
-    block = model.blocks[0]
-    original = block.forward
-    patched = block.__dict__["forward"] = lambda x: original(x).sin()
-    assert_same(one_step(apply_recompute(model, ["blocks.0"]), volume()), one_step(undo(model), volume()))
-    assert block.__dict__["forward"] is patched
-
-
-def test_compile_after_apply():
-    model = net(lambda: nn.BatchNorm3d(2))
-    for block in model.blocks:
-        block.drop = nn.Identity()
-    twin = copy.deepcopy(model)
-    apply_recompute(model, ["blocks.0", "blocks.1"])
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for each in (compiled, twin):
-        each(volume()).square().mean().backward()
-    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, msg=name)
-    for (name, b), c in zip(model.named_buffers(), twin.buffers(), strict=True):
-        torch.testing.assert_close(b, c, msg=name)
-
-
-# ---------------------------------------------------------------------------------------------- refusals
-
-
-class Flagged(Block):
-    use_checkpoint = True
-
-
-def with_compiled_method() -> Net:
-    model = net()
-    model.blocks[0].conv.compile(backend="eager")
-    return model
-
-
-@pytest.mark.parametrize(
-    ("build", "regions", "message"),
-    [
-        (net, ["blocks.7"], r"no module 'blocks.7'. Did you mean 'blocks.[01]'"),
-        (net, ["zzz"], r"no module 'zzz'. Known: blocks.0, blocks.1"),
-        (net, "blocks.0", "must be a sequence of module names"),
-        (net, [""], "whole model as one region"),
-        (net, ["blocks"], "container is never called"),
-        (net, ["blocks.0", "blocks.0"], "same module"),
-        (net, ["blocks.0", "blocks.0.conv"], "'blocks.0.conv' lies inside region 'blocks.0'"),
-        (net, ["blocks.1.norm", "blocks.1"], "'blocks.1.norm' lies inside region 'blocks.1'"),
-        (lambda: Net(Flagged(), Block()), ["blocks.0"], "own activation checkpointing"),
-        (lambda: Net(Net(Flagged())), ["blocks.0"], "'blocks.0.blocks.0'.*own activation checkpointing"),
-        (lambda: Net(Flagged()), ["blocks.0.conv"], "module 'blocks.0'.*own activation checkpointing"),
-        (lambda: Net(checkpoint_wrapper(Block())), ["blocks.0"], "CheckpointWrapper"),
-        (lambda: Net(Net(checkpoint_wrapper(Block()))), ["blocks.0"], "CheckpointWrapper"),
-        (lambda: Net(Net(torch.compile(Block()))), ["blocks.0"], "'blocks.0.blocks.0' is compiled"),
-        (lambda: torch.compile(net()), ["_orig_mod.blocks.0"], "the model is compiled"),
-        (with_compiled_method, ["blocks.0"], "'blocks.0.conv' is compiled"),
-        (lambda: Net(nn.DataParallel(Block())), ["blocks.0"], "data-parallel wrapper"),
-    ],
-)
-def test_refusals_say_why_and_change_nothing(build, regions, message):
-    model = build()
-    with pytest.raises(ConfigError, match=message):
-        apply_recompute(model, regions)
-    assert applied(model).regions == ()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchscript_is_refused_as_a_region_and_welcome_inside_one():
-    model = Net(torch.jit.script(Block()), Block(), Block(norm=torch.jit.script(nn.InstanceNorm3d(2))))
-    assert find_regions(model, "all") == ("blocks.1", "blocks.2")
-    with pytest.raises(ConfigError, match=r"'blocks.0' .*TorchScript"):
-        apply_recompute(model, ["blocks.0"])
-    plain = one_step(model, volume())
-    assert_same(one_step(apply_recompute(model, ["blocks.2"]), volume()), plain)
-
-
-def test_one_bad_region_leaves_the_good_ones_alone():
-    model = Net(Block(), Flagged())
-    with pytest.raises(ConfigError, match=r"'blocks.1' \(Flagged\)"):
-        apply_recompute(model, ["blocks.0", "blocks.1"])
-    assert applied(model).regions == ()
-
-
-def test_applying_twice_is_refused():
-    model = apply_recompute(net(), ["blocks.0"])
-    for again in (["blocks.0"], ["blocks.1"], ["blocks.0.conv"]):
-        with pytest.raises(ConfigError, match=r"applied to this model already \(blocks.0\)"):
-            apply_recompute(model, again)
-    assert applied(model).regions == ("blocks.0",)
-
-
-def test_monai_use_checkpoint_is_refused():
-    nets = pytest.importorskip("monai.networks.nets")
-    model = nets.SwinUNETR(in_channels=1, out_channels=2, feature_size=12, use_checkpoint=True)
-    with pytest.raises(ConfigError, match="use_checkpoint=False"):
-        apply_recompute(model, find_regions(model, "block"))
-    with pytest.raises(ConfigError, match=r"'swinViT.layers1.0.blocks.0.mlp' \(MLPBlock\): module 'swinViT.layers1.0'"):
-        apply_recompute(model, ["swinViT.layers1.0.blocks.0.mlp"])
-    convs = [name for name in find_regions(model, "block") if not name.startswith("swinViT")]
-    assert applied(apply_recompute(model, convs)).regions == tuple(convs)
 
 
 # ---------------------------------------------------------------------------------------------- two processes

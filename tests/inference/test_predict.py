@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import SimpleITK as sitk
+import torch
+from torch import nn
+
+from medckpt.config import RunConfig, compose
+from medckpt.datasets.layouts import Case
+from medckpt.errors import DataError
+from medckpt.geometry import Grid, canonical_grid
+from medckpt.inference.predict import Predictor, find_inputs, to_source_grid
+from medckpt.inference.sliding_window import predict_logits
+from medckpt.run import make_network, open_dataset
+from tests.conftest import TINY_UNETR, shared_data
+
+
+class Threshold(nn.Module):
+    """Knows one thing: what is brighter than 0.5 is class 1. Any error of place shows in its answer."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return torch.cat([0.5 - image, image - 0.5], dim=1)
+
+
+def predictor(network: nn.Module, config: RunConfig) -> Predictor:
+    labels = {"background": 0, "thing": 5}
+    return Predictor(network=network, config=config, labels=labels, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shape", [(20, 37, 51), (64, 33, 32), (97, 40, 31)])
+def test_windows_cover_every_voxel_in_its_place(shape: tuple[int, int, int]) -> None:
+    image = torch.from_numpy(np.random.default_rng(0).random((1, *shape)).astype(np.float32))
+    logits = predict_logits(Threshold(), image, (32, 32, 32), overlap=0.5, device=torch.device("cpu"))
+    assert logits.shape == (2, *shape)
+    assert torch.equal(logits.argmax(0), (image[0] > 0.5).long())
+
+
+@pytest.mark.parametrize("spacing", [(1.3, 0.9, 2.0), (0.7, 0.7, 1.1)])
+@pytest.mark.parametrize("codes", ["RAS", "LPS", "AIR"])
+def test_logits_return_to_where_they_came_from(spacing: tuple[float, float, float], codes: str) -> None:
+    affine = np.eye(4)
+    affine[:3, :3] = np.diag(spacing)
+    affine[:3, 3] = [3, -7, 11]
+    shape = (31, 29, 17)
+    ornt = nib.orientations.axcodes2ornt(codes)
+    back = nib.orientations.inv_ornt_aff(ornt, shape)
+    source = Grid(shape=tuple(int(s) for s in np.array(shape)[np.argsort(ornt[:, 0])]), affine=affine)
+    source = Grid(shape=shape, affine=affine @ np.linalg.inv(back) @ back)  # keep the plain grid, then turn it
+    turned = nib.as_closest_canonical(nib.Nifti1Image(np.zeros(shape, np.uint8), affine)).affine
+    assert np.allclose(turned, affine)
+    grid = canonical_grid(source, (1.0, 1.0, 1.5))
+    points = np.stack(np.meshgrid(*map(np.arange, grid.shape), indexing="ij"), -1) @ grid.affine[:3, :3].T
+    inside = np.linalg.norm(points + grid.affine[:3, 3] - source_centre(source), axis=-1) - 8.0
+    logits = torch.from_numpy(np.stack([inside, -inside]).astype(np.float32))
+    winner = to_source_grid(logits, grid, source)
+    points = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), -1) @ affine[:3, :3].T + affine[:3, 3]
+    distance = np.linalg.norm(points - source_centre(source), axis=-1) - 8.0
+    clear = np.abs(distance) > 0.2  # linear interpolation of a distance is exact but for its curvature
+    np.testing.assert_array_equal(winner[clear], (distance < 0)[clear])
+
+
+def source_centre(grid: Grid) -> np.ndarray:
+    return grid.affine[:3, :3] @ ((np.array(grid.shape) - 1) / 2) + grid.affine[:3, 3]
+
+
+def test_the_outermost_voxels_take_the_nearest_answer() -> None:
+    source = Grid(shape=(204, 8, 8), affine=np.diag([0.5, 1, 1, 1]))
+    grid = canonical_grid(source, (4.0, 1.0, 1.0))  # 25.5 voxels become 26 or 25: an edge is cut
+    logits = torch.stack([torch.zeros(grid.shape), torch.ones(grid.shape)])
+    assert to_source_grid(logits, grid, source).all()
+
+
+def write_cube(path: Path, codes: str) -> np.ndarray:
+    """Writes one cube at the same place in millimetres, whatever the order of voxels."""
+    array = np.zeros((40, 44, 36), np.float32)
+    array[6:18, 20:40, 5:15] = 1
+    image = nib.Nifti1Image(array, np.diag([1.0, 1.2, 1.5, 1]))
+    ornt = nib.orientations.ornt_transform(
+        nib.orientations.io_orientation(image.affine), nib.orientations.axcodes2ornt(codes)
+    )
+    turned = image.as_reoriented(ornt)
+    nib.save(turned, path)
+    return np.asarray(turned.dataobj)
+
+
+@pytest.mark.parametrize("codes", ["RAS", "LPS", "PIR", "SLA"])
+def test_a_prediction_lies_on_the_input_whatever_its_orientation(tmp_path: Path, codes: str) -> None:
+    config = compose("swin_ct", ["memory=cpu", *TINY_UNETR, "data.window_hu=[-1,1]", "data.spacing_mm=[1,1.2,1.5]"])
+    path = tmp_path / "scan.nii.gz"
+    expected = write_cube(path, codes)
+    case = Case(name="scan", patient="scan", images=(path,), label=None)
+    labels, volumes = predictor(Threshold(), config).predict(case)
+    np.testing.assert_array_equal(labels, (expected > 0.5) * 5)
+    np.testing.assert_allclose(volumes[0].affine, nib.load(path).affine)
+
+
+@pytest.mark.parametrize(
+    "scan", ["totalsegmentator/ct_dicom_j2k", "totalsegmentator/ct_abdomen_sm.nii.gz", "hippocampus_msd_task04/unlabelled"]
+)
+def test_real_scans_get_labels_on_their_own_grid_as_simpleitk_reads_it(tmp_path: Path, pairs: Path, scan: str) -> None:
+    from medckpt.datasets.reading import write_label
+
+    path = shared_data(scan)
+    config = compose("swin_ct", ["memory=cpu", *TINY_UNETR, "data.spacing_mm=[4,4,4]", f"data={pairs}"])
+    network = make_network(config, open_dataset(pairs))
+    ready = Predictor(
+        network=network, config=config, labels=open_dataset(pairs).labels, device=torch.device("cpu")
+    )
+    (case,) = find_inputs(path, channels=1)
+    labels, volumes = ready.predict(case)
+    out = tmp_path / "out.nii.gz"
+    write_label(out, labels, volumes[0].grid)
+
+    if path.is_dir() and "dicom" in scan:
+        reader = sitk.ImageSeriesReader()
+        reader.SetFileNames(reader.GetGDCMSeriesFileNames(str(path)))
+        expected = reader.Execute()
+    else:
+        expected = sitk.ReadImage(str(case.images[0]))
+    written = sitk.ReadImage(str(out))
+    assert written.GetSize() == expected.GetSize()
+    np.testing.assert_allclose(written.GetSpacing(), expected.GetSpacing(), atol=1e-4)
+    np.testing.assert_allclose(written.GetOrigin(), expected.GetOrigin(), atol=1e-3)
+    np.testing.assert_allclose(written.GetDirection(), expected.GetDirection(), atol=1e-5)
+
+
+def test_inputs_are_found_by_what_they_are(tmp_path: Path) -> None:
+    for name in ("a_0000.nii.gz", "a_0001.nii.gz", "b_0000.nii.gz", "b_0001.nii.gz", "notes.txt"):
+        (tmp_path / "two" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "two" / name).touch()
+    cases = find_inputs(tmp_path / "two", channels=2)
+    assert [(case.name, len(case.images)) for case in cases] == [("a", 2), ("b", 2)]
+    with pytest.raises(DataError, match=r"a: the network takes 1 channel\(s\), the input has 2"):
+        find_inputs(tmp_path / "two", channels=1)
+    with pytest.raises(DataError, match="no such file or folder"):
+        find_inputs(tmp_path / "nothing", channels=1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="the folder is empty"):
+        find_inputs(tmp_path / "empty", channels=1)
+    (tmp_path / "patients" / "p1" / "ct").mkdir(parents=True)
+    (tmp_path / "patients" / "p2").mkdir()
+    (tmp_path / "patients" / "p2" / "1.dcm").touch()
+    found = find_inputs(tmp_path / "patients", channels=1)
+    assert [(case.name, case.images[0].name) for case in found] == [("p1", "ct"), ("p2", "p2")]
