@@ -234,6 +234,8 @@ class TrainerConfig:
     """Decay per step of the averaged weights that are validated and kept; null: the weights themselves."""
     overlap: float = 0.5
     """Overlap of neighbouring windows at validation and prediction, 0..1."""
+    mirror_predictions: bool = True
+    """Whether validation and prediction average over mirror images along `sampler.mirror_axes` (where there are any)."""
     devices: int = 1
     """GPUs (or CPU processes) that train side by side; each sees `patches_per_step`."""
     tensorboard: bool = True

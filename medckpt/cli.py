@@ -142,6 +142,7 @@ def _train_by_hydra(recipe: str, words: list[str], as_json: bool) -> int:
     def job(settings: Any) -> float | None:
         from omegaconf import OmegaConf
 
+        sys.argv = sys_argv  # Lightning starts its other processes with the words that the user typed
         plain = OmegaConf.to_container(settings, resolve=True)
         assert isinstance(plain, dict)
         code, dice = _run_training(configuration.from_plain({str(k): v for k, v in plain.items()}), None, as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from medckpt.training.module import SegmentationModule
     from medckpt.training.state import Progress as RunProgress
 
-OUT = Console(highlight=False, soft_wrap=True)
+# Under DDP the first process speaks for all.
+OUT = Console(highlight=False, soft_wrap=True, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
 
 
 def to_stderr() -> None:

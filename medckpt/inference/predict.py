@@ -38,15 +38,21 @@ class Predictor:
         """Returns label values (X, Y, Z), the smallest unsigned integers that hold them, on the first volume's grid."""
         image, grid = to_training_grid(volumes, self.config.data)
         self.network.eval()
-        logits = predict_logits(
-            self.network.to(self.device),
-            torch.from_numpy(image),
-            self.config.sampler.patch_size,
-            overlap=self.config.trainer.overlap,
-            device=self.device,
-        )
+        logits = predict_case(self.network.to(self.device), torch.from_numpy(image), self.config, self.device)
         values = np.array(sorted(self.labels.values()))
         return values.astype(np.min_scalar_type(values.max()))[to_source_grid(logits, grid, volumes[0].grid)]
+
+
+def predict_case(network: nn.Module, image: Tensor, config: RunConfig, device: torch.device) -> Tensor:
+    """Returns logits (classes, X, Y, Z) on the CPU of an image (C, X, Y, Z) on the training grid, as a run predicts."""
+    return predict_logits(
+        network,
+        image,
+        config.sampler.patch_size,
+        overlap=config.trainer.overlap,
+        mirror_axes=config.sampler.mirror_axes if config.trainer.mirror_predictions else (),
+        device=device,
+    )
 
 
 def to_source_grid(logits: Tensor, grid: Grid, source: Grid) -> np.ndarray:

@@ -31,9 +31,9 @@ class Keeper(L.Callback):
     stops at once, and the last save stands.
     """
 
-    def __init__(self, folder: Path, average: state.AveragedWeights | None, resumed: dict[str, Any] | None) -> None:
+    def __init__(self, folder: Path, resumed: dict[str, Any] | None) -> None:
         self.last, self.best = folder / "weights" / "last.ckpt", folder / "weights" / "best.ckpt"
-        self.average = average
+        self.average: state.AveragedWeights | None = None
         self.stop_asked = self.stopped_at_once = False
         self._resumed = resumed
         self._began = 0.0
@@ -43,11 +43,10 @@ class Keeper(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, SegmentationModule)
         self._first_step = module.progress.step
+        self.start_average(module)
         if self._resumed:
             trainer.optimizers[0].load_state_dict(self._resumed["optimizer"])
             trainer.precision_plugin.load_state_dict(self._resumed["precision"])
-            if self.average and self._resumed["average"] is not None:
-                self.average.load(self._resumed["average"])
             torch.set_rng_state(self._resumed["torch_rng"])
             self._resumed = None
         try:
@@ -55,6 +54,14 @@ class Keeper(L.Callback):
                 self._handlers[number] = signal.signal(number, self._ask_to_stop)
         except ValueError:  # not the main thread: whoever runs us handles signals
             log.debug("Signals are handled elsewhere.")
+
+    def start_average(self, module: SegmentationModule) -> None:
+        """Begins the average at the network's weights, or takes it up where the resumed run left it."""
+        if module.config.trainer.ema_decay is None:
+            return
+        self.average = state.AveragedWeights(module.network, module.config.trainer.ema_decay)
+        if self._resumed and self._resumed["average"] is not None:
+            self.average.load(self._resumed["average"])
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         if self.stop_asked:
@@ -133,8 +140,13 @@ class RunLog(L.Callback):
         self.columns = ["step", "minutes", "lr", "loss", "dice_mean", *(f"dice_{name}" for name in classes)]
         self._losses: list[torch.Tensor] = []
         self._rows = _rows_up_to(self.path, first_step)
-        self._writer = _tensorboard(folder / "tensorboard", first_step) if tensorboard else None
-        self._save()
+        self._open_writer = (lambda: _tensorboard(folder / "tensorboard", first_step)) if tensorboard else None
+        self._writer: Any = None
+
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._writer = self._open_writer() if self._open_writer else None
+            self._save()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -156,6 +168,8 @@ class RunLog(L.Callback):
     def add(self, module: SegmentationModule, values: dict[str, float | None]) -> None:
         """Adds a row at the run's present step."""
         progress = module.progress
+        if not module.trainer.is_global_zero:
+            return
         row = {"step": progress.step, "minutes": f"{progress.seconds / 60:.4f}"}
         known = {key: value for key, value in values.items() if value is not None}
         self._rows.append({**row, **{key: f"{value:.6g}" for key, value in known.items()}})

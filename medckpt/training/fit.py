@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import lightning as L
 import torch
@@ -16,13 +16,11 @@ from torch import nn
 from medckpt.config import RunConfig
 from medckpt.datasets.module import PatchDataModule
 from medckpt.datasets.prepare import PreparedCase
-from medckpt.errors import ConfigError
 from medckpt.training import state
 from medckpt.training.callbacks import Keeper, OnProgress, Report, RunLog
 from medckpt.training.module import SegmentationModule, mean_dice
+from medckpt.training.precision import Device, keep_thin_convolutions_exact, resolve_precision
 from medckpt.training.schedule import share_done
-
-Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +51,8 @@ def fit(
         resumed, progress = state.load(folder / "weights" / "last.ckpt")
         network.load_state_dict(resumed["network"])
     first_step = progress.step
-    average = None
-    if config.trainer.ema_decay is not None:
-        average = state.AveragedWeights(network.to(device), config.trainer.ema_decay)
     module = SegmentationModule(network, config, classes, progress)
-    keeper = Keeper(folder, average, resumed)
+    keeper = Keeper(folder, resumed)
     callbacks: list[L.Callback] = [
         keeper,
         RunLog(folder, classes, first_step=first_step, tensorboard=config.trainer.tensorboard),
@@ -65,11 +60,12 @@ def fit(
     ]
     if share_done(progress, config.trainer) < 1:
         _run(module, config, keeper, callbacks, training, validation, device, first_step)
-    elif average and resumed:
-        average.load(resumed["average"])
-    if average:
-        average.swap()
-    if not keeper.stop_asked:
+    else:
+        keeper.start_average(module)
+    module.to(torch.device(device))  # Lightning leaves it on the CPU
+    if keeper.average:
+        keeper.average.swap()
+    if not keeper.stop_asked and int(os.environ.get("LOCAL_RANK", "0")) == 0:
         _choose_weights(module, validation[: config.trainer.validate_cases], folder)
     return Fitted(progress=progress, interrupted=keeper.stop_asked)
 
@@ -115,11 +111,14 @@ def _run(
     validates = every is not None and every < steps
     # Lightning's advice is for its own users: what a person should know here, the console says.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    precision = resolve_precision(config.precision, device)
+    if device == "cpu" and precision == "bf16-mixed":
+        keep_thin_convolutions_exact(module.network)
     trainer = L.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
         devices=settings.devices,
         strategy="ddp" if settings.devices > 1 else "auto",
-        precision=resolve_precision(config.precision, device),
+        precision=precision,
         max_steps=steps,
         max_epochs=-1,
         accumulate_grad_batches=accumulate,
@@ -146,18 +145,3 @@ def _run(
             # run goes on to say so.
             if not keeper.stop_asked or keeper.stopped_at_once:
                 raise KeyboardInterrupt from None
-
-
-def resolve_precision(wanted: str, device: Device) -> Literal["32-true", "bf16-mixed", "16-mixed"]:
-    """Returns Lightning's name of the precision; `auto` is bf16-mixed on a GPU that has it, else 32.
-
-    On a CPU `auto` stays at 32: bfloat16 was measured 1.1 to 1.2 times faster on one with AVX-512 BF16, and a
-    Swin-UNETR run became NaN under it.
-    """
-    if wanted == "16-mixed" and device == "cpu":
-        raise ConfigError("precision=16-mixed: float16 needs a GPU (its gradients need a GradScaler). Use 32.")
-    if wanted in ("bf16-mixed", "16-mixed"):
-        return "bf16-mixed" if wanted == "bf16-mixed" else "16-mixed"
-    if wanted == "auto" and device == "cuda" and torch.cuda.is_bf16_supported():
-        return "bf16-mixed"
-    return "32-true"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from medckpt.config import RunConfig
 from medckpt.errors import MedckptError, listing
-from medckpt.inference.sliding_window import predict_logits
+from medckpt.inference.predict import predict_case
 from medckpt.training.losses import DiceCrossEntropy
 from medckpt.training.metrics import dice_per_class
 from medckpt.training.schedule import learning_rate, share_done
@@ -57,8 +57,7 @@ class SegmentationModule(L.LightningModule):
 
     def predict_case(self, image: Tensor) -> Tensor:
         """Returns logits (classes, X, Y, Z) on the CPU for one image (C, X, Y, Z) on the training grid."""
-        patch, overlap = self.config.sampler.patch_size, self.config.trainer.overlap
-        return predict_logits(self.network, image, patch, overlap=overlap, device=self.device)
+        return predict_case(self.network, image, self.config, self.device)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         config = self.config.optimizer

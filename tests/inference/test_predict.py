@@ -42,29 +42,43 @@ def test_windows_cover_every_voxel_in_its_place(shape: tuple[int, int, int]) -> 
 @pytest.mark.parametrize("spacing", [(1.3, 0.9, 2.0), (0.7, 0.7, 1.1)])
 @pytest.mark.parametrize("codes", ["RAS", "LPS", "AIR"])
 def test_logits_return_to_where_they_came_from(spacing: tuple[float, float, float], codes: str) -> None:
-    affine = np.eye(4)
-    affine[:3, :3] = np.diag(spacing)
+    affine = np.diag([*spacing, 1.0])
     affine[:3, 3] = [3, -7, 11]
-    shape = (31, 29, 17)
-    ornt = nib.orientations.axcodes2ornt(codes)
-    back = nib.orientations.inv_ornt_aff(ornt, shape)
-    source = Grid(shape=tuple(int(s) for s in np.array(shape)[np.argsort(ornt[:, 0])]), affine=affine)
-    source = Grid(shape=shape, affine=affine @ np.linalg.inv(back) @ back)  # keep the plain grid, then turn it
-    turned = nib.as_closest_canonical(nib.Nifti1Image(np.zeros(shape, np.uint8), affine)).affine
-    assert np.allclose(turned, affine)
+    plain = nib.Nifti1Image(np.zeros((31, 29, 17), np.uint8), affine)
+    turned = plain.as_reoriented(nib.orientations.axcodes2ornt(codes))
+    source = Grid(shape=turned.shape, affine=turned.affine)
     grid = canonical_grid(source, (1.0, 1.0, 1.5))
-    points = np.stack(np.meshgrid(*map(np.arange, grid.shape), indexing="ij"), -1) @ grid.affine[:3, :3].T
-    inside = np.linalg.norm(points + grid.affine[:3, 3] - source_centre(source), axis=-1) - 8.0
+    inside = distance_from_centre(grid, source) - 8.0
     logits = torch.from_numpy(np.stack([inside, -inside]).astype(np.float32))
     winner = to_source_grid(logits, grid, source)
-    points = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), -1) @ affine[:3, :3].T + affine[:3, 3]
-    distance = np.linalg.norm(points - source_centre(source), axis=-1) - 8.0
+    distance = distance_from_centre(source, source) - 8.0
     clear = np.abs(distance) > 0.2  # linear interpolation of a distance is exact but for its curvature
     np.testing.assert_array_equal(winner[clear], (distance < 0)[clear])
 
 
-def source_centre(grid: Grid) -> np.ndarray:
-    return grid.affine[:3, :3] @ ((np.array(grid.shape) - 1) / 2) + grid.affine[:3, 3]
+def distance_from_centre(grid: Grid, scan: Grid) -> np.ndarray:
+    """Distance in mm of each voxel of `grid` from the centre of `scan`."""
+    voxels = np.stack(np.meshgrid(*map(np.arange, grid.shape), indexing="ij"), -1)
+    places = voxels @ grid.affine[:3, :3].T + grid.affine[:3, 3]
+    centre = scan.affine[:3, :3] @ ((np.array(scan.shape) - 1) / 2) + scan.affine[:3, 3]
+    return np.linalg.norm(places - centre, axis=-1)
+
+
+def test_mirrored_windows_are_answered_and_turned_back() -> None:
+    class Ramp(nn.Module):
+        """Answers with the place of a voxel in its window, which a mirror image must reverse."""
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            places = torch.linspace(0, 1, image.shape[2])[None, None, :, None, None].expand_as(image)
+            return torch.cat([image, places], dim=1)
+
+    image = torch.rand(1, 32, 32, 32)
+    settings = {"overlap": 0.5, "device": torch.device("cpu")}
+    plain = predict_logits(Ramp(), image, (32, 32, 32), **settings)
+    both = predict_logits(Ramp(), image, (32, 32, 32), mirror_axes=(0, 2), **settings)
+    torch.testing.assert_close(plain[0], image[0])
+    torch.testing.assert_close(both[0], image[0])
+    torch.testing.assert_close(both[1], torch.full_like(both[1], 0.5))
 
 
 def test_the_outermost_voxels_take_the_nearest_answer() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from medckpt.blocks import LossConfig, OptimizerConfig, TrainerConfig
 from medckpt.config import RunConfig, compose
@@ -21,9 +22,10 @@ from medckpt.datasets.prepare import PreparedCase, prepare
 from medckpt.errors import ConfigError, MedckptError
 from medckpt.run import make_network
 from medckpt.training import state
-from medckpt.training.fit import Fitted, fit, resolve_precision
+from medckpt.training.fit import Fitted, fit
 from medckpt.training.losses import DiceCrossEntropy
 from medckpt.training.module import SegmentationModule, mean_dice
+from medckpt.training.precision import keep_thin_convolutions_exact, resolve_precision
 from medckpt.training.schedule import learning_rate, share_done
 from tests.conftest import TINY_SWIN, TINY_UNETR
 
@@ -160,6 +162,18 @@ def test_accumulated_patches_weigh_like_one_larger_step(
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
 
 
+def test_two_processes_train_one_run(pairs: Path, tmp_path: Path) -> None:
+    words = [*TINY_UNETR, *SHORT, f"data={pairs}", f"output={tmp_path}", "trainer.max_steps=2", "trainer.devices=2"]
+    words += ["activation_ckpt=block", "trainer.ema_decay=0.9", "trainer.save_every=1"]
+    command = [sys.executable, "-m", "medckpt", "train", "recipe=swin_mr", *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (run,) = tmp_path.iterdir()
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    assert [row["step"] for row in rows] == ["1", "2"]
+    assert "mean Dice" in result.stdout
+
+
 def test_a_nan_stops_the_run_and_names_the_cases(
     pairs: Path, cases: tuple[PreparedCase, ...], tmp_path: Path
 ) -> None:
@@ -189,6 +203,19 @@ def test_precision_is_resolved_or_refused() -> None:
     assert resolve_precision("bf16-mixed", "cpu") == "bf16-mixed"
     with pytest.raises(ConfigError, match="float16 needs a GPU"):
         resolve_precision("16-mixed", "cpu")
+
+
+@pytest.mark.parametrize("size", [(2, 1, 1), (2, 2, 2), (2, 4, 8), (1, 1, 1), (4, 4, 4)])
+def test_bf16_gradients_of_thin_convolutions_are_right_on_a_cpu(size: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv3d(24, 24, 3, padding=1, bias=False))
+    image, weight = torch.randn(2, 24, *size), torch.randn(2, 24, *size)
+    (exact,) = torch.autograd.grad((network(image) * weight).sum(), list(network.parameters()))
+    assert keep_thin_convolutions_exact(network) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        output = network(image)
+    (found,) = torch.autograd.grad((output.float() * weight).sum(), list(network.parameters()))
+    assert float((found - exact).norm() / exact.norm()) < 0.01
 
 
 def test_weights_files_hold_no_code_and_name_what_is_wrong(tmp_path: Path) -> None:
