@@ -29,7 +29,7 @@ _HOMES = {
     "undo": "medckpt.memory.apply",
 }
 
-__all__ = list(_HOMES)  # noqa: PLE0605  (one list, kept once)
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

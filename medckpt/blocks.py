@@ -235,7 +235,7 @@ class TrainerConfig:
     overlap: float = 0.5
     """Overlap of neighbouring windows at validation and prediction, 0..1."""
     mirror_predictions: bool = True
-    """Whether validation and prediction average over mirror images along `sampler.mirror_axes` (where there are any)."""
+    """Whether validation and prediction average over mirror images along `sampler.mirror_axes`, if there are any."""
     devices: int = 1
     """GPUs (or CPU processes) that train side by side; each sees `patches_per_step`."""
     tensorboard: bool = True

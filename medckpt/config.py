@@ -37,7 +37,7 @@ class RunConfig:
     activation_ckpt: Literal["none", "block", "all"] = "none"
     """Recompute in backward: nothing, every repeated block, or every block."""
     precision: Literal["auto", "32", "bf16-mixed", "16-mixed"] = "auto"
-    """auto: bf16-mixed on a GPU that has it, 32 elsewhere."""
+    """auto: bf16-mixed where the device computes in it, 32 elsewhere."""
     seed: int = 0
     output: str = "runs"
     """Folder in which the run folder is made."""

@@ -259,7 +259,7 @@ def _interpolate(
 def _resample_with_itk(
     array: np.ndarray, index_map: np.ndarray, shape: tuple[int, int, int], order: int, fill: float
 ) -> np.ndarray:
-    import SimpleITK as sitk  # noqa: N813  (takes a while to import, and few callers interpolate)
+    import SimpleITK as sitk
 
     interpolator = {0: sitk.sitkNearestNeighbor, 1: sitk.sitkLinear, 3: sitk.sitkBSpline}[order]
     stored: np.dtype = array.dtype

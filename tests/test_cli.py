@@ -48,7 +48,9 @@ def test_a_run_folder_holds_what_the_design_says(run: Path) -> None:
     assert json.loads((run / "memory.json").read_text())["measured_peak_bytes"] > 1e6
 
 
-def test_predictions_lie_on_the_scans(run: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predictions_lie_on_the_scans(
+    run: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scans = pairs / "imagesTr"
     assert main(["predict", f"run={run}", f"input={scans}", f"output={tmp_path}", "--json"]) == 0
     written = json.loads(capsys.readouterr().out)
@@ -78,7 +80,7 @@ def test_evaluate_scores_the_runs_own_cases_and_another_data_set(
         (["train"], "say which recipe"),
         (["train", "recipe=swinct"], "recipe=swinct: there is no such recipe. Did you mean 'swin_ct'?"),
         (["train", "recipe=swin_mr", "data=/no/where"], "/no/where"),
-        (["train", "recipe=swin_mr", "data=/tmp", "sampler.patch_size=[30,64,64]"], "sampler.patch_size: swin_unetr needs"),
+        (["train", "recipe=swin_mr", "data=/tmp", "sampler.patch_size=[30,64,64]"], "swin_unetr needs every side"),
         (["train", "recipe=swin_mr", "resume=x"], "exclude each other"),
         (["train", "resume=/no/run"], "it is not a run folder"),
         (["predict", "run=x", "inptu=y"], "inptu: unknown key. Did you mean 'input'?"),

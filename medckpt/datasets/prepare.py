@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -33,6 +34,9 @@ VOXELS_PER_CLASS = 4096
 
 NONZERO_SHARE = 0.75
 """Where less than this share of a case is nonzero, `zscore` measures inside the nonzero part (as nnU-Net does)."""
+
+MOST_VOXELS = 1_000_000_000
+"""Largest volume on the training grid, 4 GB a channel; beyond it a spacing is mistyped."""
 
 Progress = Callable[[int, int], None]
 
@@ -185,6 +189,11 @@ def read_case_label(case: Case, dataset: Dataset, grid: Grid) -> Volume:
 def to_training_grid(volumes: Sequence[Volume], config: DataConfig) -> tuple[np.ndarray, Grid]:
     """Returns a case's channels as the network sees them, (C, X, Y, Z) float32, and the grid they lie on."""
     grid = canonical_grid(volumes[0].grid, config.spacing_mm)
+    if math.prod(grid.shape) > MOST_VOXELS:
+        raise DataError(
+            f"{volumes[0].source}: at data.spacing_mm={list(config.spacing_mm or ())} it would have "
+            f"{' x '.join(map(str, grid.shape))} voxels, more than {MOST_VOXELS:.0e}. Choose a larger spacing."
+        )
     channels = []
     for volume in volumes:
         on_grid = resample(volume.array, volume.grid, grid, order=1, fill=float(volume.array.min()))

@@ -113,7 +113,7 @@ def _is_dicom(path: Path) -> bool:
 def _read_file(path: Path, floating: bool) -> tuple[np.ndarray, Grid]:
     if path.name.endswith(NIFTI_SUFFIXES):
         return read_nifti(path, floating=floating)
-    import SimpleITK as sitk  # noqa: N813  (NIfTI and DICOM, the common case, do without)
+    import SimpleITK as sitk
 
     grid = _itk_grid(path)
     try:
@@ -124,7 +124,7 @@ def _read_file(path: Path, floating: bool) -> tuple[np.ndarray, Grid]:
 
 
 def _itk_grid(path: Path) -> Grid:
-    import SimpleITK as sitk  # noqa: N813
+    import SimpleITK as sitk
 
     reader = sitk.ImageFileReader()
     reader.SetFileName(str(path))

@@ -17,6 +17,7 @@ from medckpt.datasets.reading import image_stem
 from medckpt.errors import DataError
 from medckpt.geometry import Grid, Volume, resample
 from medckpt.inference.sliding_window import predict_logits
+from medckpt.training.precision import resolve_precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +45,22 @@ class Predictor:
 
 
 def predict_case(network: nn.Module, image: Tensor, config: RunConfig, device: torch.device) -> Tensor:
-    """Returns logits (classes, X, Y, Z) on the CPU of an image (C, X, Y, Z) on the training grid, as a run predicts."""
-    return predict_logits(
-        network,
-        image,
-        config.sampler.patch_size,
-        overlap=config.trainer.overlap,
-        mirror_axes=config.sampler.mirror_axes if config.trainer.mirror_predictions else (),
-        device=device,
-    )
+    """Returns logits (classes, X, Y, Z) on the CPU of an image (C, X, Y, Z) on the training grid, as a run predicts.
+
+    A GPU computes in the precision of the run, a CPU in float32.
+    """
+    on_gpu = device.type == "cuda"
+    precision = resolve_precision(config.precision, "cuda") if on_gpu else "32-true"
+    half = torch.float16 if precision == "16-mixed" else torch.bfloat16
+    with torch.autocast(device.type, half, enabled=precision != "32-true"):
+        return predict_logits(
+            network,
+            image,
+            config.sampler.patch_size,
+            overlap=config.trainer.overlap,
+            mirror_axes=config.sampler.mirror_axes if config.trainer.mirror_predictions else (),
+            device=device,
+        )
 
 
 def to_source_grid(logits: Tensor, grid: Grid, source: Grid) -> np.ndarray:

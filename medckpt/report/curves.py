@@ -111,7 +111,7 @@ def smooth(values: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], fl
 
     At the ends the weights are those of the rows that exist, so the curve neither lags nor bends to a made-up value.
     """
-    from scipy.ndimage import gaussian_filter1d  # noqa: PLC0415
+    from scipy.ndimage import gaussian_filter1d
 
     sigma = float(np.clip(values.size / 60, 1.0, 50.0))
     weights = gaussian_filter1d(np.ones(values.size), sigma, mode="constant")

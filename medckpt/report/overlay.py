@@ -56,7 +56,7 @@ PLANES = (
 )
 
 
-def draw_overlay(  # noqa: PLR0917
+def draw_overlay(
     image: npt.ArrayLike,
     reference: npt.ArrayLike | None,
     prediction: npt.ArrayLike,

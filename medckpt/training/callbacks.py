@@ -123,7 +123,8 @@ class Keeper(L.Callback):
         }
         state.save(self.last, content, module.progress)
 
-    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+    def restore_signals(self) -> None:
+        """Gives Ctrl-C and SIGTERM back to whoever had them; Lightning's own teardown is not reached by an error."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}

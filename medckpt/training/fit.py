@@ -145,3 +145,5 @@ def _run(
             # run goes on to say so.
             if not keeper.stop_asked or keeper.stopped_at_once:
                 raise KeyboardInterrupt from None
+        finally:
+            keeper.restore_signals()

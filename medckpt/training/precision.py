@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,10 +18,7 @@ THIN = 2
 
 
 def resolve_precision(wanted: str, device: Device) -> Resolved:
-    """Returns Lightning's name of the precision; `auto` is bf16-mixed on a GPU that has it, else 32.
-
-    On a CPU `auto` stays at 32: bfloat16 was measured 1.1 to 1.3 times faster on one with AVX-512 BF16, too little
-    for its loss of precision in a run of minutes.
+    """Returns Lightning's name of the precision; `auto` is bf16-mixed where the device computes in it, else 32.
 
     Raises:
         ConfigError: 16-mixed on a CPU.
@@ -29,9 +27,21 @@ def resolve_precision(wanted: str, device: Device) -> Resolved:
         raise ConfigError("precision=16-mixed: float16 needs a GPU (its gradients need a GradScaler). Use 32.")
     if wanted == "16-mixed":
         return "16-mixed"
-    if wanted == "bf16-mixed" or (wanted == "auto" and device == "cuda" and torch.cuda.is_bf16_supported()):
+    if wanted == "bf16-mixed" or (wanted == "auto" and computes_in_bf16(device)):
         return "bf16-mixed"
     return "32-true"
+
+
+def computes_in_bf16(device: Device) -> bool:
+    """Says whether the device has bfloat16 arithmetic of its own; elsewhere it is emulated, and slower than float32.
+
+    A Swin-UNETR step on a CPU with AVX-512 BF16 was 1.15 times (12 channels) to 1.6 times (24) faster with it.
+    """
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported()
+    read: Callable[[], Mapping[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)  # not in every torch
+    facts = read()
+    return bool(facts.get("avx512_bf16") or facts.get("amx_bf16"))
 
 
 class _Float32WhereThin:

@@ -10,7 +10,7 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 import pytest
-import SimpleITK as sitk  # noqa: N813
+import SimpleITK as sitk
 
 from medckpt.datasets.reading import read_grid, read_label, read_volume, write_label
 from medckpt.errors import DataError, GeometryError

@@ -54,7 +54,11 @@ def test_each_round_visits_every_case_once(cases: tuple[PreparedCase, ...]) -> N
 
 def test_image_and_label_stay_together_under_rotation(cases: tuple[PreparedCase, ...]) -> None:
     config = SamplerConfig(
-        patch_size=(32, 32, 32), affine_probability=1.0, noise_probability=0, intensity_probability=0, rotation_degrees=30
+        patch_size=(32, 32, 32),
+        affine_probability=1.0,
+        noise_probability=0,
+        intensity_probability=0,
+        rotation_degrees=30,
     )
     patches = PatchDataset(cases, config, seed=0)
     for index in range(6):

@@ -14,7 +14,7 @@ import nibabel as nib
 import numpy as np
 import pydicom
 import pytest
-import SimpleITK as sitk  # noqa: N813
+import SimpleITK as sitk
 from filelock import FileLock
 from numpy.typing import NDArray
 

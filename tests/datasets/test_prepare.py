@@ -107,6 +107,12 @@ def test_channels_on_different_grids_are_refused(tmp_path: Path) -> None:
         prepare([dataclasses.replace(case, images=(*case.images, other))], dataset, CONFIG, cache=tmp_path)
 
 
+def test_a_mistyped_spacing_is_refused_before_memory_is_asked_for(pairs: Path, tmp_path: Path) -> None:
+    case, dataset = one_case(pairs)
+    with pytest.raises(DataError, match=r"at data.spacing_mm=\[0.01, 0.01, 0.01\] it would have 4000 x 3600 x 4500"):
+        prepare([case], dataset, DataConfig(spacing_mm=(0.01, 0.01, 0.01)), cache=tmp_path)
+
+
 def test_the_ct_window_maps_to_minus_one_and_one() -> None:
     config = DataConfig(intensity="window", window_hu=(-100.0, 300.0))
     values = normalize(np.array([-1000.0, -100.0, 100.0, 300.0, 3000.0], np.float32), config)

@@ -112,18 +112,21 @@ def test_a_prediction_lies_on_the_input_whatever_its_orientation(tmp_path: Path,
     np.testing.assert_allclose(volumes[0].affine, nib.load(path).affine)
 
 
-@pytest.mark.parametrize(
-    "scan", ["totalsegmentator/ct_dicom_j2k", "totalsegmentator/ct_abdomen_sm.nii.gz", "hippocampus_msd_task04/unlabelled"]
-)
+REAL_SCANS = [
+    "totalsegmentator/ct_dicom_j2k",
+    "totalsegmentator/ct_abdomen_sm.nii.gz",
+    "hippocampus_msd_task04/unlabelled",
+]
+
+
+@pytest.mark.parametrize("scan", REAL_SCANS)
 def test_real_scans_get_labels_on_their_own_grid_as_simpleitk_reads_it(tmp_path: Path, pairs: Path, scan: str) -> None:
     from medckpt.datasets.reading import write_label
 
     path = shared_data(scan)
     config = compose("swin_ct", ["memory=cpu", *TINY_UNETR, "data.spacing_mm=[4,4,4]", f"data={pairs}"])
     network = make_network(config, open_dataset(pairs))
-    ready = Predictor(
-        network=network, config=config, labels=open_dataset(pairs).labels, device=torch.device("cpu")
-    )
+    ready = Predictor(network=network, config=config, labels=open_dataset(pairs).labels, device=torch.device("cpu"))
     (case,) = find_inputs(path, channels=1)
     labels, volumes = ready.predict(case)
     out = tmp_path / "out.nii.gz"

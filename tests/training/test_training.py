@@ -41,9 +41,7 @@ def cases(pairs: Path) -> tuple[PreparedCase, ...]:
 
 def train(config: RunConfig, pairs: Path, cases: tuple[PreparedCase, ...], folder: Path, report: Any = None) -> Any:
     network = make_network(config, open_dataset(pairs))
-    fitted = fit(
-        network, config, cases[:3], cases[3:], classes=CLASSES, device="cpu", folder=folder, report=report
-    )
+    fitted = fit(network, config, cases[:3], cases[3:], classes=CLASSES, device="cpu", folder=folder, report=report)
     return network, fitted
 
 
@@ -110,7 +108,12 @@ def test_a_training_step_lowers_the_loss_and_writes_its_log(
     pairs: Path, cases: tuple[PreparedCase, ...], tmp_path: Path
 ) -> None:
     config = configure(
-        pairs, *TINY_UNETR, "trainer.max_steps=12", "trainer.validate_every=6", "optimizer.lr=3e-3", "trainer.ema_decay=0.9"
+        pairs,
+        *TINY_UNETR,
+        "trainer.max_steps=12",
+        "trainer.validate_every=6",
+        "optimizer.lr=3e-3",
+        "trainer.ema_decay=0.9",
     )
     _, fitted = train(config, pairs, cases, tmp_path)
     rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
@@ -174,9 +177,7 @@ def test_two_processes_train_one_run(pairs: Path, tmp_path: Path) -> None:
     assert "mean Dice" in result.stdout
 
 
-def test_a_nan_stops_the_run_and_names_the_cases(
-    pairs: Path, cases: tuple[PreparedCase, ...], tmp_path: Path
-) -> None:
+def test_a_nan_stops_the_run_and_names_the_cases(pairs: Path, cases: tuple[PreparedCase, ...], tmp_path: Path) -> None:
     config = configure(pairs, *TINY_UNETR, "trainer.max_steps=3", "optimizer.lr=1e30", "optimizer.clip_norm=null")
     with pytest.raises(MedckptError, match=r"step [23]: the loss is (nan|inf)\. Cases of this step: case_\d"):
         train(config, pairs, cases, tmp_path)
@@ -199,7 +200,10 @@ def test_every_parameter_that_asks_for_a_gradient_gets_one(pairs: Path) -> None:
 
 
 def test_precision_is_resolved_or_refused() -> None:
-    assert resolve_precision("auto", "cpu") == "32-true"
+    assert resolve_precision("32", "cpu") == "32-true"
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
+    assert resolve_precision("auto", "cpu") == ("bf16-mixed" if has_bf16 else "32-true")
     assert resolve_precision("bf16-mixed", "cpu") == "bf16-mixed"
     with pytest.raises(ConfigError, match="float16 needs a GPU"):
         resolve_precision("16-mixed", "cpu")
