@@ -17,6 +17,10 @@ def _rules(*broken: str | None) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def _share(block: object, name: str) -> str | None:
+    return _unless(0 <= getattr(block, name) <= 1, f"{name}: must lie in 0..1.")
+
+
 def _unless(condition: bool, problem: str) -> str | None:
     return None if condition else problem
 
@@ -86,6 +90,12 @@ class SwinUnetrConfig:
                 f"feature_size: {self.feature_size} is not a multiple of 12 (its heads share the channels).",
             ),
             _unless(self.window_size >= 2, "window_size: must be at least 2."),
+            _unless(min(self.depths) >= 1, "depths: every stage needs a block."),
+            _unless(
+                all(h > 0 and self.feature_size * 2**i % h == 0 for i, h in enumerate(self.num_heads)),
+                f"num_heads: {list(self.num_heads)} do not divide the channels {self.feature_size} x 1, 2, 4, 8.",
+            ),
+            *[_share(self, name) for name in ("drop_rate", "attn_drop_rate", "dropout_path_rate")],
         )
 
     def patch_problems(self, patch_size: Triple) -> list[str]:
@@ -118,6 +128,8 @@ class UnetrConfig:
     def __post_init__(self) -> None:
         _rules(
             _unless(self.feature_size > 0, "feature_size: must be above 0."),
+            _unless(self.mlp_dim > 0, "mlp_dim: must be above 0."),
+            _share(self, "dropout_rate"),
             _unless(
                 self.hidden_size > 0 and self.num_heads > 0 and self.hidden_size % self.num_heads == 0,
                 f"hidden_size: {self.hidden_size} does not divide by num_heads={self.num_heads}.",
@@ -168,7 +180,11 @@ class SamplerConfig:
             _unless(min(self.patch_size) > 0, "patch_size: every side must be above 0."),
             _unless(self.patches_per_step > 0, "patches_per_step: must be at least 1."),
             _unless(self.workers is None or self.workers >= 0, "workers: must be 0 or more."),
-            *[_unless(0 <= getattr(self, name) <= 1, f"{name}: must lie in 0..1.") for name in shares],
+            *[_share(self, name) for name in shares],
+            _unless(len(set(self.mirror_axes)) == len(self.mirror_axes), "mirror_axes: names an axis twice."),
+            _unless(self.rotation_degrees >= 0, "rotation_degrees: must be 0 or more."),
+            _unless(self.noise_std >= 0, "noise_std: must be 0 or more."),
+            _unless(0 <= self.intensity_range < 1, "intensity_range: must lie in 0..1."),
             _unless(0 <= self.scale < 1, "scale: must lie in 0..1."),
         )
 
@@ -207,6 +223,9 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _rules(
             _unless(self.lr > 0, "lr: must be above 0."),
+            _unless(self.weight_decay >= 0, "weight_decay: must be 0 or more."),
+            _unless(all(0 <= beta < 1 for beta in self.betas), "betas: both must lie in 0..1, below 1."),
+            _share(self, "final_lr_share"),
             _unless(0 <= self.warmup_share < 1, "warmup_share: must lie in 0..1."),
             _unless(self.clip_norm is None or self.clip_norm > 0, "clip_norm: must be above 0, or null."),
         )

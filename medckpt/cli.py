@@ -6,6 +6,7 @@ Nothing heavy is imported before a verb really runs, so that `--help` answers at
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import logging
 import os
@@ -77,6 +78,9 @@ HELP = {"train": TRAIN, "predict": PREDICT, "evaluate": EVALUATE, "recipes": REC
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 done, 1 our fault, 2 bad input, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter of a path is no reason to stop
+            stream.reconfigure(errors="replace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         print(TOP, end="")
@@ -133,19 +137,33 @@ def _train_by_hydra(recipe: str, words: list[str], as_json: bool) -> int:
 
     flags, overrides = _split_flags(words)
     overrides = configuration.normalize(overrides)
-    single = [word for word in overrides if not configuration.is_sweep(word)]
-    composed = configuration.compose_here(recipe, single)  # finds every mistake before Hydra says it in its own words
-    fitted = [*configuration.machine_words(recipe, single), *overrides]
+    multirun = not {"-m", "--multirun"}.isdisjoint(flags)
+    composed, fitted = None, overrides
+    # Every mistake is found here, before Hydra says it in its own words and before the first job of a sweep runs.
+    if multirun:
+        configuration.check_sweep(recipe, overrides)  # each job is fitted to the machine by itself
+    else:
+        _refuse_sweeps(overrides)
+        composed = configuration.compose_here(recipe, overrides)
+        fitted = [*configuration.machine_words(recipe, overrides), *overrides]
     path = search_path.find_recipe(recipe)
     codes: list[int] = []
+    stops: list[BaseException] = []  # Hydra would print these in its own way, and go on after them
 
     def job(settings: Any) -> float | None:
-        from omegaconf import OmegaConf
-
+        if stops or INTERRUPTED in codes:
+            return None
         sys.argv = sys_argv  # Lightning starts its other processes with the words that the user typed
-        plain = OmegaConf.to_container(settings, resolve=True)
-        assert isinstance(plain, dict)
-        code, dice = _run_training(configuration.from_plain({str(k): v for k, v in plain.items()}), None, as_json)
+        try:
+            here = composed or configuration.compose_here(recipe, _job_words())
+            _say_scaled(recipe, here.scaled, as_json)
+            code, dice = _run_training(here.config, None, as_json)
+        except MedckptError as error:  # one bad job of a sweep does not take the others with it
+            _print_error(str(error))
+            code, dice = error.exit_code, None
+        except (Exception, KeyboardInterrupt) as error:
+            stops.append(error)
+            return None
         codes.append(code)
         return dice
 
@@ -153,43 +171,58 @@ def _train_by_hydra(recipe: str, words: list[str], as_json: bool) -> int:
 
     sys_argv, sys.argv = sys.argv, ["medckpt train", *flags, *fitted]
     try:
-        if not set(flags) & {"--cfg", "-c", "--info", "-i"}:
-            _say_scaled(recipe, composed.scaled, as_json)
         hydra.main(version_base="1.3", config_path=str(path.parent), config_name=path.stem)(job)()
     finally:
         sys.argv = sys_argv
+    if stops:
+        raise stops[0]
     return max(codes, default=0)
 
 
-def _resume(run: Path, words: list[str], as_json: bool) -> int:
+def _job_words() -> list[str]:
+    """Returns the words of the sweep's job that runs now."""
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
+    words = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)  # a literal ${ stays escaped
+    assert isinstance(words, list)
+    return [str(word) for word in words]
+
+
+def _refuse_sweeps(words: Sequence[str]) -> None:
+    from medckpt import config as configuration
+
+    for word in words:
+        if configuration.is_sweep(word):
+            key, _, value = word.partition("=")
+            raise ConfigError(
+                f"{word}: several values ask for several runs. Add -m for a sweep, or quote the value if it is one: "
+                f"\"{key}='{value}'\"."
+            )
+
+
+def _resume(run: Path, words: list[str], as_json: bool) -> int:
     from medckpt import config as configuration
     from medckpt import typed
-    from medckpt.run import load_config
+    from medckpt.run_folder import load_config
 
     flags, overrides = _split_flags(words)
     if flags:
         raise ConfigError(f"resume= does not take {' '.join(flags)}.")
-    plain = typed.to_plain(load_config(run))
-    changed = OmegaConf.merge(plain, OmegaConf.from_dotlist(configuration.normalize(overrides)))
-    container = OmegaConf.to_container(changed)
-    assert isinstance(container, dict)
-    return _run_training(configuration.from_plain({str(k): v for k, v in container.items()}), run, as_json)[0]
+    changed = configuration.change(typed.to_plain(load_config(run)), overrides)
+    return _run_training(configuration.from_plain(changed), run, as_json)[0]
 
 
 def _run_training(config: Any, resume: Path | None, as_json: bool) -> tuple[int, float | None]:
-    try:
-        from medckpt import console, run
+    from medckpt import console, run
 
-        if as_json:
-            console.to_stderr()
-        trained = run.train(config, resume=resume, command=" ".join(["medckpt", *sys.argv[1:]]))
-    except MedckptError as error:
-        _print_error(str(error))
-        return error.exit_code, None
-    if trained.metrics is None:
+    if as_json:
+        console.to_stderr()
+    trained = run.train(config, resume=resume, command=" ".join(["medckpt", *sys.argv[1:]]))
+    if trained.interrupted:
         return INTERRUPTED, None
+    if trained.metrics is None:  # one of the other processes of a run on several GPUs
+        return 0, None
     if as_json:
         print(json.dumps(trained.metrics | {"folder": str(trained.folder)}))
     return 0, trained.metrics["dice_mean"]
@@ -244,7 +277,7 @@ def _recipes(words: list[str]) -> int:
 def _copy_recipe(source: Path, target: Path) -> None:
     if target.is_dir():
         target = target / source.name
-    if target.suffix not in (".yaml", ".yml"):
+    if target.suffix != ".yaml":
         raise ConfigError(f"{target}: a recipe is a .yaml file.")
     try:
         with target.open("x") as stream:  # never over somebody's own recipe
@@ -276,12 +309,21 @@ def _split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separates Hydra's flags (with the word that follows --cfg and its like) from key=value words."""
     flags: list[str] = []
     overrides: list[str] = []
-    takes_value = {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
+    takes_value = {"--cfg", "-c", "--package", "-p"}
+    may_take_value = {"--info", "-i"}
     for word in words:
-        if word.startswith("-") or (flags and flags[-1] in takes_value):
+        if word.startswith(("--config", "-cd", "-cn", "-cp")):
+            raise ConfigError(f"{word}: recipe= chooses the file. Give your own as recipe=./FILE.yaml instead.")
+        if word.startswith("--experimental-rerun"):
+            raise ConfigError(f"{word}: not supported. A run goes on with resume=RUN.")
+        last = flags[-1] if flags else ""
+        if word.startswith("-") or last in takes_value or (last in may_take_value and "=" not in word):
             flags.append(word)
         else:
             overrides.append(word)
+    shows = [flag for flag in flags if flag.partition("=")[0] in ("--cfg", "-c", "--info", "-i")]
+    if shows and not {"-m", "--multirun"}.isdisjoint(flags):
+        raise ConfigError(f"{shows[0]} shows one run: leave out -m.")
     return flags, overrides
 
 
@@ -315,7 +357,7 @@ def _log_to_stderr() -> None:
 
 def _traceback_file() -> Path:
     descriptor, name = tempfile.mkstemp(prefix="medckpt-", suffix=".log")
-    with os.fdopen(descriptor, "w") as stream:
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
         stream.write(f"medckpt {' '.join(sys.argv[1:])}\n\n{traceback.format_exc()}")
     return Path(name)
 

@@ -97,6 +97,7 @@ def from_plain(plain: Mapping[str, Any]) -> RunConfig:
 
 def compose_plain(recipe: str, words: Sequence[str]) -> dict[str, Any]:
     """Lets Hydra put a recipe together and returns its settings as plain dictionaries, with `on_cpu` still in."""
+    import yaml
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -111,7 +112,9 @@ def compose_plain(recipe: str, words: Sequence[str]) -> dict[str, Any]:
         with initialize_config_dir(config_dir=str(path.parent), version_base="1.3", job_name="medckpt"):
             composed = hydra_compose(config_name=path.stem, overrides=list(words))
         plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except yaml.YAMLError as error:
+        raise ConfigError(_explain_yaml(path, error)) from error
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         raise ConfigError(explain(recipe, error)) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items() if key != "hydra"}
@@ -122,31 +125,69 @@ def normalize(words: Sequence[str]) -> list[str]:
 
     `data=PATH` means `data.path=PATH`; a value that Hydra's grammar refuses (spaces, commas in a path, a second
     equals sign) is quoted; a word that is not `key=value` at all is refused with the form it should have.
+
+    Raises:
+        ConfigError: not `key=value`, a block that is deleted or set to what is no choice, or `data=NAME` where NAME
+            is both a choice and a folder here.
     """
     return [_normalize(word) for word in words]
 
 
 def _normalize(word: str) -> str:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
-
     key, equals, value = word.partition("=")
-    if not equals and not word.startswith("~"):
-        raise ConfigError(f"'{word}' is not an override. Write key=value, for example trainer.max_steps=100.")
-    if key in ("data", "+data") and not (search_path.configs_folder() / "data" / f"{value}.yaml").is_file():
-        key = "data.path"
-    if key == "data.path" and not value.startswith(("'", '"')):
-        value = _quote(str(Path(value).expanduser()) if value.startswith("~") else value)
-    if not equals:
+    if key.startswith("~"):
+        if key[1:].partition("@")[0] in _blocks():
+            raise ConfigError(
+                f"{word}: a run needs this block; it cannot be deleted. Set its keys: {key[1:]}.KEY=VALUE."
+            )
+        _parse(word, word)
         return word
-    try:
-        OverridesParser.create().parse_override(f"{key}={value}")
-    except OverrideParseException:
+    if not equals or not key:
+        raise _not_an_override(word)
+    if key in ("data", "+data"):
+        if value not in search_path.choices("data"):
+            key = "data.path"
+        elif Path(value).is_dir():
+            raise ConfigError(
+                f"data={value}: this is a choice of settings and also a folder here. For the folder write "
+                f"data=./{value} (or data.path=./{value}); for the choice start in another folder."
+            )
+    if key in ("data.path", "output") and value.startswith("~"):
+        value = str(Path(value).expanduser())
+    if key == "data.path" and not value.startswith(("'", '"')):
         value = _quote(value)
+    try:
+        parsed = _parse(f"{key}={value}", word)
+    except ConfigError:
+        value = _quote(value)
+        parsed = _parse(f"{key}={value}", word)
+    if key in _blocks() and not parsed.is_sweep_override() and parsed.value() not in search_path.choices(key):
+        raise ConfigError(f"{word}: there is no such choice. {suggest(value, search_path.choices(key))}")
     return f"{key}={value}"
 
 
+def _blocks() -> list[str]:
+    return sorted(path.name for path in search_path.configs_folder().iterdir() if path.is_dir())
+
+
+def _not_an_override(word: str) -> ConfigError:
+    return ConfigError(f"'{word}' is not an override. Write key=value, for example trainer.max_steps=100.")
+
+
+def _parse(text: str, word: str) -> Any:
+    """Returns Hydra's `Override` for `text`, or complains about the `word` that the user typed."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:  # the lexer's errors are not OverrideParseExceptions
+        raise _not_an_override(word) from error
+
+
 def _quote(value: str) -> str:
+    # OmegaConf would read ${...} as an interpolation, and halves the backslashes in front of it.
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'") + "'"
 
 
@@ -204,8 +245,7 @@ def explain(recipe: str, error: Exception) -> str:
     choice = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
     if choice:
         group, name = choice.groups()
-        options = [path.stem for path in (search_path.configs_folder() / group).glob("*.yaml")]
-        return f"{group}={name}: there is no such choice. {suggest(name, options)}"
+        return f"{group}={name}: there is no such choice. {suggest(name, search_path.choices(group))}"
     if isinstance(error, MissingMandatoryValue):
         key = str(error.full_key)
         way_out = "Say which data: data=PATH." if key == "data.path" else f"Give {key}=VALUE."
@@ -227,8 +267,70 @@ def _siblings(dotted: str) -> list[str]:
     return sorted({item.name for kind in blocks.get(parent, (RunConfig,)) for item in dataclasses.fields(kind)})
 
 
+def _explain_yaml(recipe: Path, error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{mark.name}, line {mark.line + 1}" if mark else str(recipe)
+    problem = getattr(error, "problem", None) or str(error)
+    return f"{where}: this is not YAML ({problem}). Indent with spaces, never tabs; every line is key: value."
+
+
 def is_sweep(word: str) -> bool:
     """Says whether a normalised `key=value` word asks for several runs (`seed=0,1,2`)."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+    return bool(_parse(word, word).is_sweep_override())
 
-    return OverridesParser.create().parse_override(word).is_sweep_override()
+
+def expand_sweep(word: str) -> list[str]:
+    """Returns the `key=value` words that a normalised sweep word stands for, one per value.
+
+    Raises:
+        ConfigError: the word names no values that could be listed, such as `interval(0,1)`.
+    """
+    from hydra.core.override_parser.types import Glob
+
+    parsed = _parse(word, word)
+    key, values = parsed.get_key_element(), parsed.value()
+    if isinstance(values, Glob):
+        found = values.filter(search_path.choices(key))
+    elif parsed.is_discrete_sweep():
+        found = list(parsed.sweep_string_iterator())
+    else:
+        found = []
+    if not found:
+        raise ConfigError(f"{word}: a sweep needs values, for example {key}=1,2,3.")
+    return [f"{key}={value}" for value in found]
+
+
+def check_sweep(recipe: str, words: Sequence[str]) -> None:
+    """Composes every value of every sweep once (beside the first value of the others).
+
+    Raises:
+        ConfigError: as `compose`.
+    """
+    expanded = [expand_sweep(word) if is_sweep(word) else [word] for word in words]
+    first = [values[0] for values in expanded]
+    compose_here(recipe, first)
+    for index, values in enumerate(expanded):
+        for value in values[1:]:
+            compose_here(recipe, [*first[:index], value, *first[index + 1 :]])
+
+
+def change(plain: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Returns the settings of a run with `key=value` words put in; groups and sweeps have no meaning here."""
+    import copy
+
+    from omegaconf import OmegaConf
+
+    changed = copy.deepcopy(plain)
+    for word in normalize(words):
+        parsed = _parse(word, word)
+        if parsed.is_sweep_override() or parsed.is_delete():
+            raise ConfigError(f"{word}: a resumed run takes one value per key.")
+        *parents, last = parsed.key_or_group.split(".")
+        block: Any = changed
+        for parent in parents:
+            block = block.setdefault(parent, {})
+            if not isinstance(block, dict):
+                raise ConfigError(f"{word}: {parent} is not a block of settings.")
+        value = OmegaConf.to_container(OmegaConf.create({"value": parsed.value()}), resolve=True)
+        block[last] = value["value"]  # type: ignore[index,call-overload]
+    return changed

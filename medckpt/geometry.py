@@ -282,4 +282,5 @@ def _resample_with_itk(
         image.GetPixelID(),
     )
     view = sitk.GetArrayViewFromImage(resampled).transpose(2, 1, 0)
-    return np.ascontiguousarray(view).astype(array.dtype, copy=False)
+    # Always a copy: the view's memory goes with the image, and a view with axes of one voxel is contiguous already.
+    return np.array(view, dtype=array.dtype, order="C")

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import hashlib
-import json
 import logging
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from medckpt import console, machine, typed
-from medckpt.config import RunConfig, from_plain, resolve_device
+from medckpt import console, machine, run_folder, typed
+from medckpt.config import RunConfig, resolve_device
 from medckpt.datasets import phantom
 from medckpt.datasets.layouts import Case, Dataset, open_dataset
 from medckpt.datasets.prepare import PreparedCase, median_spacing, prepare, read_case_label
 from medckpt.datasets.reading import write_label
 from medckpt.datasets.split import split_patients
-from medckpt.errors import ConfigError, DataError
-from medckpt.files import write_json, write_text
+from medckpt.errors import ConfigError
+from medckpt.files import write_json
 from medckpt.geometry import canonical_grid, resample
-from medckpt.inference.predict import Predictor, find_inputs
+from medckpt.inference.inputs import find_inputs
+from medckpt.inference.predict import Predictor
 from medckpt.memory.apply import apply_recompute
 from medckpt.memory.regions import find_regions
 from medckpt.models.build import build_model
@@ -49,7 +44,8 @@ class Trained:
 
     folder: Path
     metrics: dict[str, Any] | None
-    """The body of metrics.json; None if the run was interrupted before its evaluation."""
+    """The body of metrics.json; None if the run was interrupted, or in a DDP process that does not evaluate."""
+    interrupted: bool = False
 
 
 def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -> Trained:
@@ -66,7 +62,11 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
     device = resolve_device(typed.to_plain(config))
     facts = machine.prepare_machine(device)
     dataset = open_data(config)
-    training, validation = _split(config, dataset, resume)
+    if resume:
+        run_folder.prepare_resume(resume, config, dataset)
+        training, validation = run_folder.load_split(resume, dataset)
+    else:
+        training, validation = split_patients(dataset.cases, config.data.validation, config.seed)
     if config.data.spacing_mm is None:
         spacing = median_spacing(training)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, spacing_mm=spacing))
@@ -74,7 +74,7 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
     prepared_training = _prepare(training, dataset, config, "training cases")
     prepared_validation = _prepare(validation, dataset, config, "validation cases")
     network = make_network(config, dataset)
-    folder = resume or _make_run_folder(config, dataset, training, validation, facts)
+    folder = resume or run_folder.make(config, dataset, training, validation, facts)
     console.start(folder, config, device, network)
     with console.training(config) as report:
         fitted = fit(
@@ -89,10 +89,16 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
         )
     if fitted.interrupted:
         console.interrupted(folder, fitted.progress)
-    if fitted.interrupted or _rank() > 0:
-        return Trained(folder=folder, metrics=None)
+    if fitted.interrupted or run_folder.rank() > 0:
+        return Trained(folder=folder, metrics=None, interrupted=fitted.interrupted)
 
-    predictor = Predictor(network=network, config=config, labels=dataset.labels, device=torch.device(device))
+    predictor = Predictor(
+        network=network,
+        config=config,
+        labels=dataset.labels,
+        channels=len(dataset.channel_names),
+        device=torch.device(device),
+    )
     scores = evaluate_cases(predictor, dataset, validation, folder, keep=config.trainer.save_predictions)
     progress = fitted.progress
     metrics = summarize(scores) | {
@@ -112,7 +118,7 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
     return Trained(folder=folder, metrics=metrics)
 
 
-def predict(run: Path, input_path: Path, output: Path, *, weights: str = "best") -> list[Path]:
+def predict(run: str | Path, input_path: str | Path, output: str | Path, *, weights: str = "best") -> list[Path]:
     """Segments one scan or a folder of scans with a trained run; writes NIfTI label maps on the scans' own grids.
 
     Args:
@@ -124,8 +130,9 @@ def predict(run: Path, input_path: Path, output: Path, *, weights: str = "best")
     Returns:
         The files written.
     """
-    predictor, channels = load_predictor(run, weights)
-    cases = find_inputs(input_path, len(channels))
+    output = Path(output)
+    predictor = load_predictor(Path(run), weights)
+    cases = find_inputs(Path(input_path), predictor.channels)
     single = output.name.endswith((".nii", ".nii.gz"))
     if single and len(cases) > 1:
         raise ConfigError(f"output={output}: there are {len(cases)} scans, so the output must be a folder.")
@@ -153,15 +160,12 @@ def evaluate(
     Returns:
         The body of evaluation.json, which is written to `output` (default: RUN/evaluation) beside the label maps.
     """
-    predictor, channels = load_predictor(run, weights)
+    run = Path(run)
+    predictor = load_predictor(run, weights)
     dataset = open_data(predictor.config) if data is None else open_dataset(Path(data))
-    if dataset.labels != predictor.labels or len(dataset.channel_names) != len(channels):
-        raise DataError(
-            f"{dataset.root}: labels {dataset.labels} and {len(dataset.channel_names)} channel(s) are not the run's "
-            f"{predictor.labels} and {len(channels)}. Give the data set a dataset.json with the run's labels."
-        )
-    cases = [case for case in dataset.cases if case.label] if data else _split(predictor.config, dataset, run)[1]
-    folder = output or run / "evaluation"
+    run_folder.require_same_data(run, dataset)
+    cases = run_folder.load_split(run, dataset)[1] if data is None else dataset.cases
+    folder = Path(output) if output else run / "evaluation"
     metrics = summarize(evaluate_cases(predictor, dataset, cases, folder, keep=True))
     metrics |= {"run": str(run), "data": str(dataset.root), "weights": weights}
     write_json(folder / "evaluation.json", metrics)
@@ -223,77 +227,32 @@ def class_indices(dataset: Dataset) -> dict[str, int]:
     return {name: ranks[dataset.labels[name]] for name in dataset.classes}
 
 
-def load_config(run: Path) -> RunConfig:
-    """Reads the configuration of a run folder."""
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"run={run}: there is no config.yaml in it, so it is not a run folder.")
-    return from_plain(yaml.safe_load(path.read_text()))
-
-
-def load_predictor(run: Path, weights: str = "best") -> tuple[Predictor, tuple[str, ...]]:
-    """Returns a run's network with its weights, ready to predict, and the names of its channels."""
-    config = load_config(run)
-    facts = json.loads((run / "dataset.json").read_text())
-    channels, labels = tuple(facts["channel_names"]), dict(facts["labels"])
+def load_predictor(run: Path, weights: str = "best") -> Predictor:
+    """Returns a run's network with its weights, ready to predict; `weights` as in `predict`."""
+    config, facts = run_folder.load_config(run), run_folder.load_facts(run)
     path = run / "weights" / f"{weights}.ckpt" if weights in ("best", "last") else Path(weights)
-    if weights == "best" and not path.is_file():
-        path = run / "weights" / "last.ckpt"  # interrupted before its first validation
-    content, _ = state.load(path)
-    network = build_model(
-        config.model, in_channels=len(channels), out_channels=len(labels), patch=config.sampler.patch_size
-    )
-    network.load_state_dict(content["network"])
+    if weights == "best" and not path.is_file() and not (run / "metrics.json").is_file():
+        path = run / "weights" / "last.ckpt"
+        log.warning("%s: interrupted before its first validation; its last weights are used.", run)
     device = resolve_device(typed.to_plain(config))
     machine.prepare_machine(device)
-    return Predictor(network=network, config=config, labels=labels, device=torch.device(device)), channels
+    network = build_model(
+        config.model,
+        in_channels=len(facts.channel_names),
+        out_channels=len(facts.labels),
+        patch=config.sampler.patch_size,
+    )
+    state.load_weights(path, network)
+    return Predictor(
+        network=network,
+        config=config,
+        labels=facts.labels,
+        channels=len(facts.channel_names),
+        device=torch.device(device),
+    )
 
 
 def _prepare(cases: tuple[Case, ...], dataset: Dataset, config: RunConfig, what: str) -> tuple[PreparedCase, ...]:
     with console.bar(f"prepare {what}", len(cases)) as advance:
         threads = machine.cpu_count()
         return prepare(cases, dataset, config.data, threads=threads, progress=lambda done, total: advance())
-
-
-def _split(config: RunConfig, dataset: Dataset, run: Path | None) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    if run is None:
-        return split_patients(dataset.cases, config.data.validation, config.seed)
-    names = json.loads((run / "split.json").read_text())
-    by_name = {case.name: case for case in dataset.cases}
-    missing = sorted(set(names["train"] + names["val"]) - set(by_name))
-    if missing:
-        raise DataError(f"{run}/split.json names cases that {dataset.root} no longer has: {', '.join(missing[:10])}.")
-    return tuple(by_name[name] for name in names["train"]), tuple(by_name[name] for name in names["val"])
-
-
-def _make_run_folder(
-    config: RunConfig, dataset: Dataset, training: tuple[Case, ...], validation: tuple[Case, ...], facts: dict[str, Any]
-) -> Path:
-    """Makes runs/<recipe>-<date>-<hash> with all that the run needs to be understood and resumed."""
-    if _rank() > 0:  # the first process has made it, and told the others where
-        return Path(os.environ["MEDCKPT_RUN_FOLDER"])
-    data = dataclasses.replace(config.data, path=_absolute(config.data.path))
-    config = dataclasses.replace(config, data=data)
-    plain = typed.to_plain(config)
-    digest = hashlib.sha256(json.dumps([plain, os.getpid()], sort_keys=True).encode()).hexdigest()[:6]
-    moment = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(config.output) / f"{config.recipe}-{moment}-{digest}"
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"output={config.output}: the run folder cannot be made ({error}).") from error
-    os.environ["MEDCKPT_RUN_FOLDER"] = str(folder.resolve())
-    write_text(folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
-    write_json(folder / "dataset.json", {"labels": dataset.labels, "channel_names": list(dataset.channel_names)})
-    names = {"train": [case.name for case in training], "val": [case.name for case in validation]}
-    write_json(folder / "split.json", names)
-    write_json(folder / "environment.json", machine.environment(facts) | {"command": " ".join(sys.argv)})
-    return folder
-
-
-def _absolute(path: str) -> str:
-    return path if path == "phantom" else str(Path(path).expanduser().resolve())
-
-
-def _rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))

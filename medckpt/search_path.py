@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from medckpt.errors import ConfigError, MedckptError, suggest
@@ -24,15 +25,22 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 
 
+def choices(group: str) -> list[str]:
+    """Returns the choices of a block such as `model`, sorted; none if there is no such block."""
+    return sorted(path.stem for path in (configs_folder() / group).glob("*.yaml"))
+
+
 def find_recipe(recipe: str) -> Path:
     """Returns the YAML file of a shipped recipe by name, or of a user's own recipe by path.
 
     Raises:
-        ConfigError: there is no such recipe; the message has the closest name and the list.
+        ConfigError: there is no such recipe (the message has the closest name and the list), or it is no `.yaml` file.
     """
     if recipe.endswith((".yaml", ".yml")) or "/" in recipe:
-        path = Path(recipe).expanduser().resolve()
+        path = Path(os.path.abspath(Path(recipe).expanduser()))  # a link keeps its own name
         if path.is_file():
+            if path.suffix != ".yaml":  # Hydra looks for no other
+                raise ConfigError(f"recipe={recipe}: only .yaml files are read. Rename it to {path.stem}.yaml.")
             return path
         raise ConfigError(f"recipe={recipe}: there is no file {path}. A shipped recipe goes by its name alone.")
     path = recipes_folder() / f"{recipe}.yaml"

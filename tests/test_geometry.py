@@ -220,6 +220,28 @@ def test_every_dtype_is_kept_by_nearest_neighbour(dtype: str | type) -> None:
     assert np.argwhere(result).tolist() == [[2, 3, 4]]
 
 
+@pytest.mark.parametrize("order", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8])
+@pytest.mark.parametrize(("shape", "wanted"), [((1, 1, 12), (1, 1, 5)), ((40, 40, 12), (1, 1, 1))])
+def test_result_with_axes_of_one_voxel_owns_its_memory(
+    shape: tuple[int, int, int], wanted: tuple[int, int, int], dtype: type, order: int
+) -> None:
+    """A view with two axes of one voxel is contiguous already: it was handed out after its image had gone."""
+    source = Grid(shape=shape, affine=np.eye(4))
+    target = canonical_grid(source, [n / m for n, m in zip(shape, wanted, strict=True)])
+    assert target.shape == wanted
+    results = [resample(np.ones(shape, dtype), source, target, order, 0) for _ in range(20)]
+    others = [np.full(wanted, 7, dtype) for _ in range(200)]  # takes the place of what was freed
+    assert len(others) == 200
+    for result in results:
+        owner = result
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        assert owner.base is None
+        assert result.flags.c_contiguous
+        np.testing.assert_allclose(result, 1, atol=1e-5)
+
+
 def test_misuse_of_resample() -> None:
     grid = oblique_grid()
     with pytest.raises(GeometryError, match="shape"):

@@ -19,7 +19,7 @@ FLOORS = [
     {"config"},
     {"memory", "datasets", "models"},
     {"inference", "training", "report"},
-    {"console"},
+    {"console", "run_folder"},
     {"run"},
     {"cli", "__main__"},
 ]

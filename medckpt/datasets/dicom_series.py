@@ -104,12 +104,22 @@ def positions_repeat(stack: Sequence[Slice]) -> bool:
 
 
 def is_dicom_file(path: Path) -> bool:
-    """Says whether a file is DICOM: by the mark after the preamble, or (old files) by starting with group 2 or 8."""
+    """Says whether a file is DICOM: by the mark after the preamble, or (old files) by starting with group 2 or 8.
+
+    Raises:
+        DataError: the file cannot be opened, so that it may be a slice; hidden files (a leading dot) are none.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(132)
-    except OSError:
-        return False
+    except OSError as error:
+        if path.name.startswith("."):
+            return False
+        # A slice lost at the end of a stack leaves no gap: what may have been one is not skipped.
+        raise DataError(
+            f"{path}: the file cannot be opened ({error.strerror or error}), and it may be a slice. Correct its "
+            "permissions or its link, or move it away if it belongs to no scan."
+        ) from error
     if head[128:132] == b"DICM":
         return True
     return len(head) >= 8 and struct.unpack("<HH", head[:4])[0] in (2, 8) and struct.unpack("<HH", head[:4])[1] < 0x100
@@ -126,15 +136,22 @@ def dicom_modality(folder: Path) -> str | None:
 
 
 def _scan(folder: Path) -> tuple[list[Slice], list[str]]:
-    slices, skipped = [], []
+    slices, skipped, empty = [], [], []
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             continue
         header = _read_header(path) if is_dicom_file(path) else path.name
         if isinstance(header, Slice):
             slices.append(header)
-        else:
-            skipped.append(header)
+            continue
+        skipped.append(header)
+        if not path.name.startswith(".") and path.stat().st_size == 0:
+            empty.append(path.name)
+    if slices and empty:
+        raise DataError(
+            f"{folder}: {len(empty)} empty files (0 bytes) lie among the DICOM slices and may have been slices: "
+            f"{listing(empty)}. Copy or export them again, or move them away if they belong to no scan."
+        )
     return slices, skipped
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import gzip
 import logging
-import os
-import uuid
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import nibabel as nib
 import numpy as np
@@ -19,6 +18,7 @@ from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
 from medckpt.errors import DataError, GeometryError
+from medckpt.files import write_atomic
 from medckpt.geometry import (
     ITK_ORTHONORMALITY_TOLERANCE,
     ORTHONORMALITY_TOLERANCE,
@@ -75,7 +75,7 @@ def write_nifti_label(path: Path, array: np.ndarray, grid: Grid) -> None:
         grid: where the voxels lie.
 
     Raises:
-        DataError: another suffix or shape, a floating dtype, or values beyond int32.
+        DataError: another suffix or shape, a floating dtype, or values beyond int32; or the file cannot be written.
         GeometryError: the grid is sheared, which a qform cannot hold.
     """
     if not path.name.endswith(".nii.gz"):
@@ -87,18 +87,13 @@ def write_nifti_label(path: Path, array: np.ndarray, grid: Grid) -> None:
     image.set_qform(grid.affine, code=SCANNER_CODE)
     image.set_sform(grid.affine, code=SCANNER_CODE)
     image.header.set_xyzt_units("mm")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            # No name and no time in the gzip header: the same labels are the same bytes.
-            with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as zipped:
-                zipped.write(image.to_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+
+    def write(stream: BinaryIO) -> None:
+        # No name and no time in the gzip header: the same labels are the same bytes.
+        with gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as zipped:
+            zipped.write(image.to_bytes())
+
+    write_atomic(path, write)
 
 
 def require_rectangular(grid: Grid, path: Path) -> None:

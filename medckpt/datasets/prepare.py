@@ -26,7 +26,7 @@ from medckpt.datasets.reading import read_grid, read_label, read_volume
 from medckpt.errors import DataError, listing
 from medckpt.geometry import Grid, Volume, canonical_grid, grid_difference_mm, resample, same_grid
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same source and settings would give other numbers."""
 
 VOXELS_PER_CLASS = 4096
@@ -96,7 +96,8 @@ def prepare(
     root = (cache or cache_folder()) / "prepared"
     problems: list[str] = []
     prepared: list[PreparedCase | None] = []
-    with ThreadPoolExecutor(threads) as pool:
+    pool = ThreadPoolExecutor(threads)
+    try:
         futures = [pool.submit(_prepare_case, case, dataset, config, root) for case in cases]
         for done, future in enumerate(futures, start=1):
             try:
@@ -105,6 +106,8 @@ def prepare(
                 problems.append(str(error))
             if progress:
                 progress(done, len(cases))
+    finally:
+        pool.shutdown(cancel_futures=True)  # a Ctrl-C waits for the cases under way, not for all of them
     if problems:
         raise DataError(f"{len(problems)} of {len(cases)} cases cannot be used:\n" + "\n".join(problems[:20]))
     return tuple(case for case in prepared if case)
@@ -112,7 +115,7 @@ def prepare(
 
 def _prepare_case(case: Case, dataset: Dataset, config: DataConfig, root: Path) -> PreparedCase:
     folder = root / _digest(case, dataset.labels, config)
-    if not (folder / "grid.json").is_file():
+    if not _is_whole(folder):
         root.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=root, prefix=".making-"))
         try:
@@ -126,11 +129,17 @@ def _prepare_case(case: Case, dataset: Dataset, config: DataConfig, root: Path) 
 
 
 def _move_into_place(temporary: Path, folder: Path) -> None:
+    if folder.exists() and not _is_whole(folder):  # somebody has taken a file out of it
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         os.replace(temporary, folder)
     except OSError:  # another process has made the same case meanwhile
-        if not (folder / "grid.json").is_file():
+        if not _is_whole(folder):
             raise
+
+
+def _is_whole(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("image.npy", "label.npy", "voxels.npz", "grid.json"))
 
 
 def _write_case(case: Case, dataset: Dataset, config: DataConfig, folder: Path) -> None:

@@ -1,8 +1,12 @@
-"""One way in for every scan: a NIfTI file, an ITK file (.nrrd, .mha, .mhd) or a DICOM series becomes a `Volume`."""
+"""One way in for every scan: a NIfTI file, an ITK file (.nrrd, .mha, .mhd) or a DICOM series becomes a `Volume`.
+
+ITK files must hold their voxels themselves; a header whose voxels lie in a second file (.raw) is refused.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +29,10 @@ LABEL_ROUNDING_TOLERANCE = 1e-3
 """A label stored in floating point is rounded if it lies this near to an integer."""
 
 LARGEST_LABEL = 2**31 - 1
+
+_HEADER_BYTES = 65536  # what is searched for the name of the voxels' file
+_META_VOXELS = re.compile(rb"^ElementDataFile[ \t]*[=:][ \t]*([^\r\n]*)", re.MULTILINE)
+_NRRD_VOXELS = re.compile(rb"^data ?file:[ \t]*([^\r\n]*)", re.MULTILINE | re.IGNORECASE)
 
 logger = logging.getLogger("medckpt")
 
@@ -126,6 +134,7 @@ def _read_file(path: Path, floating: bool) -> tuple[np.ndarray, Grid]:
 def _itk_grid(path: Path) -> Grid:
     import SimpleITK as sitk
 
+    _refuse_detached(path)
     reader = sitk.ImageFileReader()
     reader.SetFileName(str(path))
     try:
@@ -145,6 +154,26 @@ def _itk_grid(path: Path) -> Grid:
     grid = Grid(shape=tuple(reader.GetSize()), affine=LPS_TO_RAS @ affine)
     require_rectangular(grid, path)
     return grid
+
+
+def _refuse_detached(path: Path) -> None:
+    """Raises if the voxels lie in another file: its changes would not show in this one, nor in what is made of it."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEADER_BYTES)
+    except OSError as error:
+        raise DataError(f"{path}: the file cannot be opened ({error.strerror or error}).") from error
+    if path.suffix == ".nrrd":
+        found = _NRRD_VOXELS.search(re.split(rb"\r?\n\r?\n", head, maxsplit=1)[0])
+    else:
+        found = _META_VOXELS.search(head)
+    voxels = found.group(1).decode("utf-8", "replace").strip() if found else "LOCAL"
+    if voxels.upper() != "LOCAL":
+        raise DataError(
+            f"{path}: the voxels lie in another file ({voxels}), and one scan is one file here, so that a change of "
+            "either is noticed. Convert it to one .mha or .nii.gz, e.g. with SimpleITK: "
+            f"sitk.WriteImage(sitk.ReadImage('{path.name}'), '{path.stem}.mha')."
+        )
 
 
 def _itk_unreadable(path: Path, error: RuntimeError) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 from medckpt.config import RunConfig
 from medckpt.datasets.layouts import Case
 from medckpt.datasets.prepare import read_images, to_training_grid
-from medckpt.datasets.reading import image_stem
-from medckpt.errors import DataError
 from medckpt.geometry import Grid, Volume, resample
 from medckpt.inference.sliding_window import predict_logits
 from medckpt.training.precision import resolve_precision
@@ -28,6 +25,8 @@ class Predictor:
     config: RunConfig
     labels: dict[str, int]
     """Label value by class name, background included."""
+    channels: int
+    """Channels of a scan."""
     device: torch.device
 
     def predict(self, case: Case) -> tuple[np.ndarray, list[Volume]]:
@@ -84,45 +83,3 @@ def to_source_grid(logits: Tensor, grid: Grid, source: Grid) -> np.ndarray:
         best[better] = values[better]
         winner[better] = index
     return winner
-
-
-def find_inputs(path: Path, channels: int) -> tuple[Case, ...]:
-    """Returns the scans to segment: one file, one DICOM series folder, or a folder of either.
-
-    With several channels, files of one scan are CASE_0000, CASE_0001, ... (nnU-Net's names).
-
-    Raises:
-        DataError: nothing there, or a scan with the wrong number of channels.
-    """
-    if not path.exists():
-        raise DataError(f"input={path}: there is no such file or folder.")
-    if path.is_file():
-        return (_case(path.name, (path,), channels),)
-    volumes = [file for file in sorted(path.iterdir()) if file.is_file() and image_stem(file.name)]
-    folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir()]
-    if volumes:
-        groups: dict[str, list[Path]] = {}
-        for file in volumes:
-            stem = image_stem(file.name) or file.name
-            head, _, number = stem.rpartition("_")
-            named = head and len(number) == 4 and number.isdigit()
-            groups.setdefault(head if named else stem, []).append(file)
-        return tuple(_case(name, tuple(files), channels) for name, files in groups.items())
-    if any(file.is_file() for file in path.iterdir()):
-        return (_case(path.name, (path,), channels),)
-    if not folders:
-        raise DataError(f"input={path}: the folder is empty.")
-    return tuple(_case(folder.name, (_series_folder(folder),), channels) for folder in folders)
-
-
-def _series_folder(folder: Path) -> Path:
-    """Returns the folder itself, or its only sub-folder where it holds no files (PATIENT/ct/*.dcm)."""
-    inner = [item for item in sorted(folder.iterdir()) if item.is_dir()]
-    return inner[0] if len(inner) == 1 and not any(item.suffix == ".dcm" for item in folder.iterdir()) else folder
-
-
-def _case(name: str, images: tuple[Path, ...], channels: int) -> Case:
-    name = image_stem(name) or name
-    if len(images) != channels:
-        raise DataError(f"{name}: the network takes {channels} channel(s), the input has {len(images)}.")
-    return Case(name=name, patient=name, images=images, label=None)

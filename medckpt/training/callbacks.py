@@ -45,7 +45,11 @@ class Keeper(L.Callback):
         self._first_step = module.progress.step
         self.start_average(module)
         if self._resumed:
+            groups = trainer.optimizers[0].param_groups
+            settings = [{"weight_decay": group["weight_decay"], "betas": group["betas"]} for group in groups]
             trainer.optimizers[0].load_state_dict(self._resumed["optimizer"])
+            for group, setting in zip(trainer.optimizers[0].param_groups, settings, strict=True):
+                group.update(setting)  # the state is the old run's, the settings are this one's
             trainer.precision_plugin.load_state_dict(self._resumed["precision"])
             torch.set_rng_state(self._resumed["torch_rng"])
             self._resumed = None
@@ -79,15 +83,19 @@ class Keeper(L.Callback):
         assert isinstance(module, SegmentationModule)
         progress, config = module.progress, module.config.trainer
         progress.seconds += time.monotonic() - self._began
+        if trainer.world_size > 1:  # every process must come to the same learning rate and the same end
+            seconds = torch.tensor(progress.seconds, dtype=torch.float64, device=module.device)
+            progress.seconds = float(trainer.strategy.reduce(seconds, reduce_op="max"))
         if progress.step == self._first_step + trainer.global_step:
             return  # gradients are still being accumulated
         progress.step = self._first_step + trainer.global_step
         if self.average:
             self.average.update(progress.step)
-        done = share_done(progress, config) >= 1
-        if done or self.stop_asked:
+        self.stop_asked = trainer.strategy.reduce_boolean_decision(self.stop_asked, all=False)
+        ends = self.stop_asked or share_done(progress, config) >= 1
+        if ends:
             trainer.should_stop = True
-        if done or self.stop_asked or progress.step % config.save_every == 0:
+        if ends or progress.step % config.save_every == 0:
             self.save_last(trainer, module)
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -109,6 +117,7 @@ class Keeper(L.Callback):
                 state.save(self.best, {"network": module.network.state_dict()}, progress)
         if self.average:
             self.average.swap()
+        self.save_last(trainer, module)  # with the best Dice so far, so that a resumed run knows what to beat
 
     def save_last(self, trainer: L.Trainer, module: SegmentationModule) -> None:
         """Writes weights/last.ckpt; the network must hold its own weights, not their average."""
@@ -189,6 +198,9 @@ class RunLog(L.Callback):
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if self._writer:
             self._writer.close()
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, module, "fit")
 
 
 def _rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:

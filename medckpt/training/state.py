@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from medckpt.errors import MedckptError
+from medckpt.errors import DataError
 from medckpt.files import write_atomic
 
 FORMAT = 1
@@ -37,17 +37,36 @@ def load(path: Path) -> tuple[dict[str, Any], Progress]:
     """Reads a weights file; only tensors and plain values are accepted, never code.
 
     Raises:
-        MedckptError: the file is missing, torn, of another format, or holds more than weights.
+        DataError: the file is missing, torn, of another format, or holds more than weights.
     """
     if not path.is_file():
-        raise MedckptError(f"{path}: there is no such weights file.")
+        raise DataError(f"{path}: there is no such weights file.")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different kind for each way in which a file can be broken
-        raise MedckptError(f"{path}: it cannot be read as weights ({str(error).splitlines()[0]}).") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise MedckptError(f"{path}: it is not a weights file of this version of medckpt (format {FORMAT}).")
+        raise DataError(f"{path}: it cannot be read as weights ({str(error).splitlines()[0]}).") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT or "network" not in content:
+        raise DataError(f"{path}: it is not a weights file of this version of medckpt (format {FORMAT}).")
     return content, Progress(**content["progress"])
+
+
+def load_weights(path: Path, network: torch.nn.Module) -> None:
+    """Loads the weights that a prediction should use into `network`: the averaged ones where a run keeps them.
+
+    Raises:
+        DataError: as `load`, or the weights are another network's.
+    """
+    content, _ = load(path)
+    try:
+        network.load_state_dict(content["network"])
+    except RuntimeError as error:
+        raise DataError(
+            f"{path}: these are another network's weights ({str(error).splitlines()[1].strip()})"
+        ) from error
+    if content.get("average") is not None:
+        average = AveragedWeights(network, 0.5)
+        average.load(content["average"])
+        average.swap()
 
 
 class AveragedWeights:

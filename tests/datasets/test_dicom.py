@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -264,11 +265,12 @@ def test_without_instance_number(tmp_path: Path) -> None:
 def test_stray_files_are_skipped_with_a_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_series(tmp_path)
     (tmp_path / "notes.txt").write_text("not DICOM")
-    (tmp_path / "empty").touch()
+    (tmp_path / ".DS_Store").touch()
+    (tmp_path / "._0.dcm").symlink_to(tmp_path / "gone")
     save_slice(tmp_path / "rt.dcm", make_slice(0, Modality="RTSTRUCT", without=["Rows", "Columns", "PixelData"]))
     with caplog.at_level(logging.INFO, "medckpt"):
         assert read_volume(tmp_path).array.shape[2] == 6
-    assert "3 files without an image are skipped" in caplog.text
+    assert "4 files without an image are skipped" in caplog.text
     assert "rt.dcm (RTSTRUCT)" in caplog.text
 
 
@@ -284,6 +286,29 @@ def test_damaged_header_is_not_skipped(tmp_path: Path) -> None:
     whole = (tmp_path / "5.dcm").read_bytes()
     (tmp_path / "5.dcm").write_bytes(whole[:300])
     with pytest.raises(DataError, match=r"5\.dcm"):
+        read_volume(tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["dangling link", "link to itself", "no permission"])
+def test_file_that_cannot_be_opened_is_not_skipped(tmp_path: Path, fault: str) -> None:
+    make_series(tmp_path)
+    last = tmp_path / "5.dcm"
+    if fault == "no permission":
+        if os.geteuid() == 0:
+            pytest.skip("root may open every file")
+        last.chmod(0)
+    else:
+        last.unlink()
+        last.symlink_to(last if fault == "link to itself" else tmp_path / "gone")
+    for read in (read_volume, read_grid):
+        with pytest.raises(DataError, match=r"5\.dcm: the file cannot be opened .* permissions or its link"):
+            read(tmp_path)
+
+
+def test_empty_file_among_slices_is_not_skipped(tmp_path: Path) -> None:
+    make_series(tmp_path)
+    (tmp_path / "5.dcm").write_bytes(b"")
+    with pytest.raises(DataError, match=r"1 empty files \(0 bytes\) .* slices: 5\.dcm\. Copy or export"):
         read_volume(tmp_path)
 
 

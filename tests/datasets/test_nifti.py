@@ -275,12 +275,31 @@ def test_zero_sform_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".nrrd", ".mha", ".mhd"])
 def test_itk_formats_agree_with_nifti(tmp_path: Path, suffix: str) -> None:
     nifti = save(tmp_path / "a.nii.gz", codes=(1, 1))
-    sitk.WriteImage(sitk.ReadImage(str(nifti)), str(tmp_path / f"a{suffix}"))
+    if suffix == ".mhd":  # SimpleITK puts the voxels of an .mhd into a second file: this one holds them itself
+        sitk.WriteImage(sitk.ReadImage(str(nifti)), str(tmp_path / "a.mha"))
+        (tmp_path / "a.mha").rename(tmp_path / "a.mhd")
+    else:
+        sitk.WriteImage(sitk.ReadImage(str(nifti)), str(tmp_path / f"a{suffix}"))
     by_nifti, by_itk = read_volume(nifti), read_volume(tmp_path / f"a{suffix}")
     np.testing.assert_array_equal(by_itk.array, by_nifti.array)
     assert by_itk.array.dtype == np.float32
     np.testing.assert_allclose(by_itk.affine, AFFINE, atol=1e-6)
     np.testing.assert_array_equal(read_label(tmp_path / f"a{suffix}").array, by_nifti.array)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_voxels_in_a_second_file_are_refused(tmp_path: Path, compressed: bool) -> None:
+    image = sitk.GetImageFromArray(np.zeros((3, 4, 5), np.int16))
+    sitk.WriteImage(image, str(tmp_path / "a.mhd"), compressed)
+    shutil.copy(tmp_path / "a.mhd", tmp_path / "b.mha")
+    (tmp_path / "c.nrrd").write_text(
+        "NRRD0004\ntype: short\ndimension: 3\nsizes: 5 4 3\nencoding: raw\nendian: little\ndata file: a.raw\n"
+    )
+    assert sitk.ReadImage(str(tmp_path / "a.mhd")).GetSize() == (5, 4, 3)
+    for name in ("a.mhd", "b.mha", "c.nrrd"):
+        for read in (read_volume, read_label, read_grid):
+            with pytest.raises(DataError, match=rf"{name}: the voxels lie in another file \(a\.z?raw\).*\.nii\.gz"):
+                read(tmp_path / name)
 
 
 def test_itk_files_that_are_refused(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from torch import nn
 
 from medckpt.config import RunConfig, compose
 from medckpt.datasets.layouts import Case
-from medckpt.errors import DataError
 from medckpt.geometry import Grid, canonical_grid
-from medckpt.inference.predict import Predictor, find_inputs, to_source_grid
+from medckpt.inference.inputs import find_inputs
+from medckpt.inference.predict import Predictor, to_source_grid
 from medckpt.inference.sliding_window import predict_logits
 from medckpt.run import make_network, open_dataset
 from tests.conftest import TINY_UNETR, shared_data
@@ -28,7 +28,7 @@ class Threshold(nn.Module):
 
 def predictor(network: nn.Module, config: RunConfig) -> Predictor:
     labels = {"background": 0, "thing": 5}
-    return Predictor(network=network, config=config, labels=labels, device=torch.device("cpu"))
+    return Predictor(network=network, config=config, labels=labels, channels=1, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("shape", [(20, 37, 51), (64, 33, 32), (97, 40, 31)])
@@ -126,7 +126,9 @@ def test_real_scans_get_labels_on_their_own_grid_as_simpleitk_reads_it(tmp_path:
     path = shared_data(scan)
     config = compose("swin_ct", ["memory=cpu", *TINY_UNETR, "data.spacing_mm=[4,4,4]", f"data={pairs}"])
     network = make_network(config, open_dataset(pairs))
-    ready = Predictor(network=network, config=config, labels=open_dataset(pairs).labels, device=torch.device("cpu"))
+    ready = Predictor(
+        network=network, config=config, labels=open_dataset(pairs).labels, channels=1, device=torch.device("cpu")
+    )
     (case,) = find_inputs(path, channels=1)
     labels, volumes = ready.predict(case)
     out = tmp_path / "out.nii.gz"
@@ -143,23 +145,3 @@ def test_real_scans_get_labels_on_their_own_grid_as_simpleitk_reads_it(tmp_path:
     np.testing.assert_allclose(written.GetSpacing(), expected.GetSpacing(), atol=1e-4)
     np.testing.assert_allclose(written.GetOrigin(), expected.GetOrigin(), atol=1e-3)
     np.testing.assert_allclose(written.GetDirection(), expected.GetDirection(), atol=1e-5)
-
-
-def test_inputs_are_found_by_what_they_are(tmp_path: Path) -> None:
-    for name in ("a_0000.nii.gz", "a_0001.nii.gz", "b_0000.nii.gz", "b_0001.nii.gz", "notes.txt"):
-        (tmp_path / "two" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "two" / name).touch()
-    cases = find_inputs(tmp_path / "two", channels=2)
-    assert [(case.name, len(case.images)) for case in cases] == [("a", 2), ("b", 2)]
-    with pytest.raises(DataError, match=r"a: the network takes 1 channel\(s\), the input has 2"):
-        find_inputs(tmp_path / "two", channels=1)
-    with pytest.raises(DataError, match="no such file or folder"):
-        find_inputs(tmp_path / "nothing", channels=1)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="the folder is empty"):
-        find_inputs(tmp_path / "empty", channels=1)
-    (tmp_path / "patients" / "p1" / "ct").mkdir(parents=True)
-    (tmp_path / "patients" / "p2").mkdir()
-    (tmp_path / "patients" / "p2" / "1.dcm").touch()
-    found = find_inputs(tmp_path / "patients", channels=1)
-    assert [(case.name, case.images[0].name) for case in found] == [("p1", "ct"), ("p2", "p2")]

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
-from medckpt.memory.apply import Applied, applied, apply_recompute, undo
+from medckpt.errors import ConfigError
+from medckpt.memory.apply import Applied, ForwardState, applied, apply_recompute, undo
 from medckpt.memory.regions import find_regions
 
 
@@ -226,6 +227,99 @@ class Renorm(nn.BatchNorm3d):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_statistics_that_enter_the_output(in_place):
     compare(net(lambda: Renorm(in_place)), ("blocks.0", "blocks.1"), volume())
+
+
+class Counts(nn.Module):
+    """Reads a tensor that each forward changes; `change` says how, `state` what it is."""
+
+    def __init__(self, state: torch.Tensor | None, change: str) -> None:
+        super().__init__()
+        self.change = change
+        if isinstance(state, nn.Parameter):
+            self.state = nn.Parameter(state.detach().clone(), requires_grad=state.requires_grad)
+        else:
+            self.register_buffer("state", None if state is None else state.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.state is None:
+                self.state = x.mean().reshape(1)
+            elif self.change == "in place":
+                self.state += 1
+            elif self.change == "data":
+                self.state.data.add_(1)
+            elif self.change == "new object":
+                state = self.state + 1
+                self.state = nn.Parameter(state, requires_grad=False) if isinstance(self.state, nn.Parameter) else state
+        return torch.sin(x * (1 + self.state.flatten()[0].float()))
+
+
+def frozen(n: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(n), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", ["in place", "data", "new object"])
+@pytest.mark.parametrize(
+    "state",
+    [torch.zeros(8, dtype=torch.long), torch.zeros(5000, dtype=torch.long), frozen(4), frozen(5000)],
+    ids=["integers", "many integers", "frozen", "large frozen"],
+)
+def test_integers_and_frozen_parameters_that_the_forward_changes(state, change):
+    model = net(lambda: Counts(state, change))
+    plain = copy.deepcopy(model)
+    apply_recompute(model, ["blocks.0", "blocks.1"])
+    for _ in range(3):  # the first call finds out what changes, the later ones rely on it
+        assert_same(one_step(model, volume()), one_step(plain, volume()))
+        for name, value in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+    assert plain.blocks[0].norm.state[0] == 3
+
+
+def test_buffer_that_the_first_forward_fills():
+    compare(net(lambda: Counts(None, "")), ("blocks.0", "blocks.1"), volume())
+
+
+def test_codebook_of_monai_is_updated_once():
+    """It is a frozen parameter, and MONAI writes to it through `.data`, which no version counter sees."""
+    from monai.networks.layers.vector_quantizer import EMAQuantizer
+
+    torch.manual_seed(0)
+    model = Net(EMAQuantizer(3, 3000, 2))
+    plain = copy.deepcopy(model)
+    for block in (*plain.blocks, *model.blocks):
+        block.register_forward_hook(lambda module, args, output: output[0] + output[1])
+    apply_recompute(model, ["blocks.0"])
+    for _ in range(2):
+        x, y = volume().requires_grad_(), volume().requires_grad_()
+        assert_same(one_step(model, x), one_step(plain, y))
+        assert torch.equal(model.blocks[0].embedding.weight, plain.blocks[0].embedding.weight)
+
+
+def test_constants_are_not_copied_after_the_first_call():
+    table = torch.zeros(5000, dtype=torch.long)
+    model = apply_recompute(net(lambda: Counts(table, "")), ["blocks.0"])
+    one_step(model, volume())
+    norm = model.blocks[0].norm
+    state = ForwardState(model.blocks[0], model.blocks[0].__dict__["forward"].changing[True])
+    assert not any(owner is norm._buffers for owner, _, _ in state.kept)
+    assert any(entry.tensor is norm.state for entry in state.watched)
+
+
+@pytest.mark.parametrize("change", ["in place", "new object"])
+@pytest.mark.parametrize("state", [torch.zeros(5000, dtype=torch.long), frozen(5000)], ids=["integers", "frozen"])
+def test_constant_that_changes_later_is_an_error(state, change):
+    model = apply_recompute(net(lambda: Counts(state, "")), ["blocks.0"])
+    one_step(model, volume())
+    model.blocks[0].norm.change = change
+    with pytest.raises(ConfigError, match=r"region changed norm\.state, .* Leave the region out"):
+        one_step(model, volume())
+
+
+@pytest.mark.parametrize("change", ["in place", "data"])
+def test_trainable_parameter_that_the_forward_changes_is_an_error(change):
+    model = apply_recompute(net(lambda: Counts(nn.Parameter(torch.zeros(2)), change)), ["blocks.0"])
+    with pytest.raises(ConfigError, match=r"region changed norm\.state"):
+        one_step(model, volume())
 
 
 def test_buffer_objects_survive_the_step():

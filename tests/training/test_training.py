@@ -19,7 +19,7 @@ from medckpt.blocks import LossConfig, OptimizerConfig, TrainerConfig
 from medckpt.config import RunConfig, compose
 from medckpt.datasets.layouts import open_dataset
 from medckpt.datasets.prepare import PreparedCase, prepare
-from medckpt.errors import ConfigError, MedckptError
+from medckpt.errors import ConfigError, DataError, MedckptError
 from medckpt.run import make_network
 from medckpt.training import state
 from medckpt.training.fit import Fitted, fit
@@ -224,7 +224,7 @@ def test_bf16_gradients_of_thin_convolutions_are_right_on_a_cpu(size: tuple[int,
 
 def test_weights_files_hold_no_code_and_name_what_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
-    with pytest.raises(MedckptError, match="there is no such weights file"):
+    with pytest.raises(DataError, match="there is no such weights file"):
         state.load(path)
     path.write_bytes(b"torn")
     with pytest.raises(MedckptError, match="cannot be read as weights"):
