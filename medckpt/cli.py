@@ -5,6 +5,7 @@ Nothing heavy is imported before a verb really runs, so that `--help` answers at
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import io
 import json
@@ -125,6 +126,9 @@ def _train(words: list[str]) -> int:
     if "recipe" not in keys:
         from medckpt.search_path import recipe_names
 
+        for key in keys:
+            if difflib.get_close_matches(key, ("recipe", "resume"), cutoff=0.7):
+                raise ConfigError(f"{key}: unknown key. {suggest(key, ('recipe', 'resume'))}")
         raise ConfigError(f"say which recipe: medckpt train recipe=NAME. {suggest('', recipe_names())}")
     rest = [word for word in words if not word.startswith("recipe=")]
     return _train_by_hydra(keys["recipe"], rest, as_json)
@@ -216,8 +220,7 @@ def _resume(run: Path, words: list[str], as_json: bool) -> int:
 def _run_training(config: Any, resume: Path | None, as_json: bool) -> tuple[int, float | None]:
     from medckpt import console, run
 
-    if as_json:
-        console.to_stderr()
+    console.speak_on(stderr=as_json)
     trained = run.train(config, resume=resume, command=" ".join(["medckpt", *sys.argv[1:]]))
     if trained.interrupted:
         return INTERRUPTED, None
@@ -233,8 +236,7 @@ def _predict(words: list[str]) -> int:
     keys = _read_keys("predict", words, required=("run", "input", "output"), optional=("weights",))
     from medckpt import console, run
 
-    if as_json:
-        console.to_stderr()
+    console.speak_on(stderr=as_json)
     files = run.predict(
         Path(keys["run"]), Path(keys["input"]), Path(keys["output"]), weights=keys.get("weights", "best")
     )
@@ -248,8 +250,7 @@ def _evaluate(words: list[str]) -> int:
     keys = _read_keys("evaluate", words, required=("run",), optional=("data", "output", "weights"))
     from medckpt import console, run
 
-    if as_json:
-        console.to_stderr()
+    console.speak_on(stderr=as_json)
     output = Path(keys["output"]) if "output" in keys else None
     metrics = run.evaluate(Path(keys["run"]), data=keys.get("data"), output=output, weights=keys.get("weights", "best"))
     if as_json:
@@ -337,8 +338,7 @@ def _take_flag(words: list[str], flag: str) -> bool:
 def _say_scaled(recipe: str, changes: dict[str, Any], as_json: bool) -> None:
     from medckpt import console
 
-    if as_json:
-        console.to_stderr()
+    console.speak_on(stderr=as_json)
     console.scaled(recipe, changes)
 
 

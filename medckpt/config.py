@@ -44,6 +44,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         problems = self.model.patch_problems(self.sampler.patch_size)
+        if not 0 <= self.seed < 2**32:
+            problems.append("seed: must lie in 0..2^32 - 1.")
         if problems:
             raise ConfigError("\n".join(problems))
 

@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 OUT = Console(highlight=False, soft_wrap=True, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
 
 
-def to_stderr() -> None:
-    """Leaves standard output to `--json`."""
-    global OUT  # noqa: PLW0603  (one console for the whole program)
-    OUT = Console(highlight=False, soft_wrap=True, stderr=True)
+def speak_on(*, stderr: bool) -> None:
+    """Chooses where people are told things; standard error leaves standard output to `--json`."""
+    OUT.stderr = stderr
 
 
 def error(message: str) -> None:
@@ -154,8 +153,11 @@ def scores(metrics: dict[str, Any]) -> None:
     OUT.print(table)
 
 
-def summary(metrics: dict[str, Any], memory: dict[str, Any], report: Path) -> None:
-    """Prints the one screen at the end of a training: what came out, what it cost, what to do next."""
+def summary(metrics: dict[str, Any], memory: dict[str, Any], report: Path, *, share: float) -> None:
+    """Prints the one screen at the end of a training: what came out, what it cost, what to do next.
+
+    `share` is how much of trainer.max_steps was done before trainer.max_minutes were over.
+    """
     OUT.print()
     scores(metrics)
     gib = memory["measured_peak_bytes"] / 2**30
@@ -164,6 +166,11 @@ def summary(metrics: dict[str, Any], memory: dict[str, Any], report: Path) -> No
         f"trained on; {metrics['steps']} steps in {metrics['minutes']:.1f} min, peak {gib:.1f} GiB "
         f"({memory['measure']})."
     )
+    if share < 0.99:
+        OUT.print(
+            f"The time was over (trainer.max_minutes) at {share:.0%} of trainer.max_steps: this machine is slower than "
+            "the recipe expects, or was busy. More minutes give a better result."
+        )
     folder = escape(str(report.parent))
     OUT.print(f"Report:  {escape(str(report))}\nPredict: medckpt predict run={folder} input=SCAN output=FOLDER")
 
@@ -182,6 +189,8 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _short(value: Any) -> str:
+    if value is None:
+        return "unset"
     return "x".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import json
 import os
 import platform
 import resource
@@ -65,8 +66,19 @@ def environment(machine: dict[str, Any]) -> dict[str, Any]:
     return {"python": platform.python_version(), "platform": platform.platform(), "packages": versions, **machine}
 
 
-def peak_bytes(device: str) -> dict[str, Any]:
-    """Returns the highest memory use so far, and what was measured, for memory.json."""
+def peak_bytes(device: str, before: Path) -> dict[str, Any]:
+    """Returns the highest memory use of the run, and what was measured, for memory.json.
+
+    `before` is the memory.json of a run that was resumed, whose peak may have been the higher one.
+    """
+    now = _peak_bytes(device)
+    if not before.is_file():
+        return now
+    earlier: dict[str, Any] = json.loads(before.read_text())
+    return max(now, earlier, key=lambda memory: memory["measured_peak_bytes"])
+
+
+def _peak_bytes(device: str) -> dict[str, Any]:
     if device == "cuda":
         import torch
 

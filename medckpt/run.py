@@ -20,7 +20,7 @@ from medckpt.datasets.split import split_patients
 from medckpt.errors import ConfigError
 from medckpt.files import write_json
 from medckpt.geometry import canonical_grid, resample
-from medckpt.inference.inputs import find_inputs
+from medckpt.inference.inputs import check_targets, find_inputs
 from medckpt.inference.predict import Predictor
 from medckpt.memory.apply import apply_recompute
 from medckpt.memory.regions import find_regions
@@ -100,7 +100,13 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
         device=torch.device(device),
     )
     scores = evaluate_cases(predictor, dataset, validation, folder, keep=config.trainer.save_predictions)
-    progress = fitted.progress
+    return _write_results(folder, config, scores, fitted.progress, command)
+
+
+def _write_results(
+    folder: Path, config: RunConfig, scores: list[CaseScore], progress: state.Progress, command: str
+) -> Trained:
+    """Writes metrics, memory, curves and report, and prints the screen at the end."""
     metrics = summarize(scores) | {
         "recipe": config.recipe,
         "weights": "weights/best.ckpt",
@@ -111,10 +117,11 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
         "command": command,
     }
     write_json(folder / "metrics.json", metrics)
-    write_json(folder / "memory.json", machine.peak_bytes(device))
+    memory = machine.peak_bytes(resolve_device(typed.to_plain(config)), folder / "memory.json")
+    write_json(folder / "memory.json", memory)
     draw_curves(folder / "metrics.csv", folder / "curves.png")
     report_file = write_report(folder)
-    console.summary(metrics, machine.peak_bytes(device), report_file)
+    console.summary(metrics, memory, report_file, share=progress.step / config.trainer.max_steps)
     return Trained(folder=folder, metrics=metrics)
 
 
@@ -136,13 +143,8 @@ def predict(run: str | Path, input_path: str | Path, output: str | Path, *, weig
     single = output.name.endswith((".nii", ".nii.gz"))
     if single and len(cases) > 1:
         raise ConfigError(f"output={output}: there are {len(cases)} scans, so the output must be a folder.")
-    if not single and output.is_file():
-        raise ConfigError(f"output={output}: this is a file; give a folder, or a name that ends in .nii.gz.")
     targets = [output if single else output / f"{case.name}.nii.gz" for case in cases]
-    inputs = {image.resolve() for case in cases for image in case.images}
-    clash = [str(target) for target in targets if target.resolve() in inputs]
-    if clash:
-        raise ConfigError(f"output={output}: {clash[0]} is an input; a prediction never replaces a scan.")
+    check_targets(targets, [image for case in cases for image in case.images])
     with console.bar("predict", len(cases)) as advance:
         for case, target in zip(cases, targets, strict=True):
             labels, volumes = predictor.predict(case)

@@ -88,7 +88,7 @@ def read_grid(path: Path) -> Grid:
     """
     if _is_dicom(path):
         return read_dicom_grid(path)
-    if path.name.endswith(NIFTI_SUFFIXES):
+    if path.name.lower().endswith(NIFTI_SUFFIXES):
         return read_nifti_grid(path)
     return _itk_grid(path)
 
@@ -101,8 +101,8 @@ def write_label(path: Path, array: np.ndarray, grid: Grid) -> None:
 def image_stem(name: str) -> str | None:
     """Returns a file name without its image suffix, or None if it has none of `IMAGE_SUFFIXES`."""
     for suffix in IMAGE_SUFFIXES:
-        if name.endswith(suffix) and len(name) > len(suffix):
-            return name.removesuffix(suffix)
+        if name.lower().endswith(suffix) and len(name) > len(suffix):
+            return name[: -len(suffix)]
     return None
 
 
@@ -119,7 +119,7 @@ def _is_dicom(path: Path) -> bool:
 
 
 def _read_file(path: Path, floating: bool) -> tuple[np.ndarray, Grid]:
-    if path.name.endswith(NIFTI_SUFFIXES):
+    if path.name.lower().endswith(NIFTI_SUFFIXES):
         return read_nifti(path, floating=floating)
     import SimpleITK as sitk
 

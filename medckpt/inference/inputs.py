@@ -45,7 +45,8 @@ def find_inputs(path: Path, channels: int) -> tuple[Case, ...]:
             )
         return _volume_cases(path, volumes, channels)
     if any(item.is_file() for item in entries):
-        return (_dicom_case(path, path, channels),)
+        # Series folders are called `ct` or `1` in every patient's folder: two predictions must not share one name.
+        return (_dicom_case(path.with_name(f"{path.parent.name}_{path.name}"), path, channels),)
     return tuple(_dicom_case(folder, _series_folder(folder), channels) for folder in entries)
 
 

@@ -102,9 +102,9 @@ def test_volumes_beside_dicom_are_refused(tmp_path: Path, place: str) -> None:
 
 def test_the_folder_one_stands_in_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder_of(tmp_path / "patient7", "1.dcm", "inner/1.dcm"))
-    assert [case.name for case in find_inputs(Path("."), 1)] == ["patient7"]
+    assert [case.name for case in find_inputs(Path("."), 1)] == [f"{tmp_path.name}_patient7"]
     monkeypatch.chdir("inner")
-    assert [case.name for case in find_inputs(Path(".."), 1)] == ["patient7"]
+    assert [case.name for case in find_inputs(Path(".."), 1)] == [f"{tmp_path.name}_patient7"]
 
 
 # Targets

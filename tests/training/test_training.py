@@ -30,7 +30,15 @@ from medckpt.training.schedule import learning_rate, share_done
 from tests.conftest import TINY_SWIN, TINY_UNETR
 
 CLASSES = {"bright": 1, "dark": 2}
-SHORT = ["memory=cpu", "data.spacing_mm=[1,1,1.5]", "trainer.tensorboard=false", "trainer.log_every=1"]
+SHORT = [
+    "memory=cpu",
+    "precision=32",
+    "trainer.max_minutes=null",
+    "loss.batch_dice=false",
+    "data.spacing_mm=[1,1,1.5]",
+    "trainer.tensorboard=false",
+    "trainer.log_every=1",
+]
 
 
 @pytest.fixture(scope="module")
