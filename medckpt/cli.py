@@ -149,7 +149,7 @@ def _train_by_hydra(recipe: str, words: list[str], as_json: bool) -> int:
     else:
         _refuse_sweeps(overrides)
         composed = configuration.compose_here(recipe, overrides)
-        fitted = [*configuration.machine_words(recipe, overrides), *overrides]
+        fitted = [*composed.machine_words, *overrides]
     path = search_path.find_recipe(recipe)
     codes: list[int] = []
     stops: list[BaseException] = []  # Hydra would print these in its own way, and go on after them

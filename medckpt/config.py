@@ -58,6 +58,8 @@ class Composed:
     device: Literal["cpu", "cuda"]
     scaled: dict[str, tuple[Any, Any]]
     """What the recipe's `on_cpu` block changed: key -> (value on a GPU, value here)."""
+    machine_words: tuple[str, ...] = ()
+    """The overrides that did it; they go in front of the user's own words."""
 
 
 def compose(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -83,13 +85,7 @@ def compose_here(recipe: str, overrides: Sequence[str] = ()) -> Composed:
     keys = [word.partition("=")[0] for word in on_cpu]
     changes = {key: (_lookup(plain, key), _lookup(fitted, key)) for key in keys}
     changes = {key: pair for key, pair in changes.items() if pair[0] != pair[1]}
-    return Composed(config=from_plain(fitted), device=device, scaled=changes)
-
-
-def machine_words(recipe: str, words: Sequence[str]) -> list[str]:
-    """Returns the overrides that fit a recipe to this machine; they go in front of the user's own words."""
-    plain = compose_plain(recipe, words)
-    return _on_cpu(plain) if resolve_device(plain) == "cpu" else []
+    return Composed(config=from_plain(fitted), device=device, scaled=changes, machine_words=tuple(on_cpu))
 
 
 def from_plain(plain: Mapping[str, Any]) -> RunConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from medckpt import machine
 from medckpt.config import RunConfig
 from medckpt.training.schedule import share_done
 
@@ -25,17 +25,12 @@ if TYPE_CHECKING:
     from medckpt.training.state import Progress as RunProgress
 
 # Under DDP the first process speaks for all.
-OUT = Console(highlight=False, soft_wrap=True, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
+OUT = Console(highlight=False, soft_wrap=True, quiet=machine.rank() > 0)
 
 
 def speak_on(*, stderr: bool) -> None:
     """Chooses where people are told things; standard error leaves standard output to `--json`."""
     OUT.stderr = stderr
-
-
-def error(message: str) -> None:
-    """Prints an error as a person should see it."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error[/] {escape(message)}")
 
 
 def scaled(recipe: str, changes: dict[str, tuple[Any, Any]]) -> None:

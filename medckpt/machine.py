@@ -19,6 +19,11 @@ _TOP_PAD_BYTES = 1_000_000_000
 PACKAGES = ("medckpt", "torch", "monai", "lightning", "numpy", "nibabel", "pydicom", "SimpleITK", "hydra-core")
 
 
+def rank() -> int:
+    """Returns the number of this process in a DDP run on this machine; 0 outside of one."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def cpu_count() -> int:
     """Returns the cores this process may use: its affinity, cut by the container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

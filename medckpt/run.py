@@ -89,7 +89,7 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
         )
     if fitted.interrupted:
         console.interrupted(folder, fitted.progress)
-    if fitted.interrupted or run_folder.rank() > 0:
+    if fitted.interrupted or machine.rank() > 0:
         return Trained(folder=folder, metrics=None, interrupted=fitted.interrupted)
 
     predictor = Predictor(

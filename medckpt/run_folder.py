@@ -26,14 +26,9 @@ FOLDER_VARIABLE = "MEDCKPT_RUN_FOLDER"
 Cases = tuple[Case, ...]
 
 
-def rank() -> int:
-    """Returns the number of this process in a DDP run on this machine; 0 outside of one."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def make(config: RunConfig, dataset: Dataset, training: Cases, validation: Cases, facts: dict[str, Any]) -> Path:
     """Makes OUTPUT/<recipe>-<date>-<hash> with all that the run needs to be understood and resumed."""
-    if rank() > 0:
+    if machine.rank() > 0:
         return Path(os.environ[FOLDER_VARIABLE])
     digest = hashlib.sha256(json.dumps([typed.to_plain(config), os.getpid()]).encode()).hexdigest()[:6]
     moment = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -130,7 +125,7 @@ def prepare_resume(run: Path, config: RunConfig, dataset: Dataset) -> None:
     begun = (run / "metrics.json").is_file() or _rows(run / "metrics.csv") > 0
     if begun and not (run / "weights" / "last.ckpt").is_file():
         raise DataError(f"{run}: the run had begun, but weights/last.ckpt is gone. Put it back, or start a new run.")
-    if rank() == 0:
+    if machine.rank() == 0:
         save_config(run, config)
 
 

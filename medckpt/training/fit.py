@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import lightning as L
 import torch
 from torch import nn
 
+from medckpt import machine
 from medckpt.config import RunConfig
 from medckpt.datasets.module import PatchDataModule
 from medckpt.datasets.prepare import PreparedCase
@@ -65,7 +65,7 @@ def fit(
     module.to(torch.device(device))  # Lightning leaves it on the CPU
     if keeper.average:
         keeper.average.swap()
-    if not keeper.stop_asked and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if not keeper.stop_asked and machine.rank() == 0:
         _choose_weights(module, validation[: config.trainer.validate_cases], folder)
     return Fitted(progress=progress, interrupted=keeper.stop_asked)
 
