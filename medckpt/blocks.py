@@ -275,11 +275,3 @@ class TrainerConfig:
             _unless(self.ema_decay is None or 0 < self.ema_decay < 1, "ema_decay: must lie in 0..1, or be null."),
             _unless(0 <= self.overlap < 1, "overlap: must lie in 0..1."),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryConfig:
-    """The machine that the run is for."""
-
-    name: str = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -12,7 +12,6 @@ from medckpt import search_path, typed
 from medckpt.blocks import (
     DataConfig,
     LossConfig,
-    MemoryConfig,
     OptimizerConfig,
     SamplerConfig,
     SwinUnetrConfig,
@@ -20,6 +19,7 @@ from medckpt.blocks import (
     UnetrConfig,
 )
 from medckpt.errors import ConfigError, suggest
+from medckpt.memory.profile import MemoryProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class RunConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    memory: MemoryProfile = field(default_factory=MemoryProfile)
     activation_ckpt: Literal["none", "block", "all"] = "none"
     """Recompute in backward: nothing, every repeated block, or every block."""
     precision: Literal["auto", "32", "bf16-mixed", "16-mixed"] = "auto"
@@ -258,8 +258,9 @@ def _siblings(dotted: str) -> list[str]:
     """Returns the keys that could stand where the last part of `dotted` stands."""
     import dataclasses
 
-    blocks: dict[str, tuple[type, ...]] = {"": (RunConfig,), "model": (SwinUnetrConfig, UnetrConfig)}
-    for block in (DataConfig, SamplerConfig, LossConfig, OptimizerConfig, TrainerConfig, MemoryConfig):
+    networks = (SwinUnetrConfig, UnetrConfig)
+    blocks: dict[str, tuple[type, ...]] = {"": (RunConfig,), "model": networks, "memory": (MemoryProfile,)}
+    for block in (DataConfig, SamplerConfig, LossConfig, OptimizerConfig, TrainerConfig):
         blocks[block.__name__.removesuffix("Config").lower()] = (block,)
     parent = dotted.rpartition(".")[0]
     return sorted({item.name for kind in blocks.get(parent, (RunConfig,)) for item in dataclasses.fields(kind)})

@@ -15,9 +15,11 @@ FILES = sorted((ROOT / "medckpt").rglob("*.py"))
 
 # Who may import whom: a room may use those of its own floor and of the floors below.
 FLOORS = [
-    {"errors", "files", "geometry", "typed", "blocks", "search_path", "machine"},
+    {"errors", "files", "geometry", "typed"},
+    {"memory"},
+    {"blocks", "search_path", "machine"},
     {"config"},
-    {"memory", "datasets", "models"},
+    {"datasets", "models"},
     {"inference", "training", "report"},
     {"console", "run_folder"},
     {"run"},
