@@ -17,11 +17,11 @@ FILES = sorted((ROOT / "medckpt").rglob("*.py"))
 FLOORS = [
     {"errors", "files", "geometry", "typed"},
     {"memory"},
-    {"blocks", "search_path", "machine"},
+    {"blocks", "search_path", "machine", "profiles"},
     {"config"},
     {"datasets", "models"},
     {"inference", "training", "report"},
-    {"console", "run_folder"},
+    {"console", "run_folder", "forecast"},
     {"run"},
     {"cli", "__main__"},
 ]

@@ -1,14 +1,16 @@
-"""Counts what a forward pass keeps for its backward pass.
+"""Measures memory: what a forward pass keeps for its backward pass, and the true peak of a piece of code.
 
-The count is by *storage*: two saved views of one storage are one. Of a SwinUNETR, counting tensors would give 1.56
-times as much. Parameters and buffers are left out, they are there anyway. With recompute applied a region counts
-with its inputs, which is what it keeps.
+What is kept is counted by *storage*: two saved views of one storage are one. Of a SwinUNETR, counting tensors would
+give 1.56 times as much. Parameters and buffers are left out, they are there anyway. With recompute applied a region
+counts with its inputs, which is what it keeps.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -64,6 +66,31 @@ def saved_bytes(model: nn.Module, *inputs: object, precision: Precision = "fp32"
         with torch.enable_grad(), _autocast(tensors, precision), saved_tensors_hooks(pack, unpack):
             net(*inputs)
         return sum(storage.nbytes() for storage in saved.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocations:
+    """Bytes that some code took from torch's allocator, over what was there when it began."""
+
+    peak: int
+    end: int
+    """What it left allocated."""
+
+
+def allocations(code: Callable[[], object]) -> Allocations:
+    """Runs `code` on the CPU and returns what it allocated, by the allocator's own events.
+
+    The events come from `torch.profiler`, which costs time; on a GPU ask `torch.cuda.max_memory_allocated`.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        code()
+    results = profiler.profiler.kineto_results
+    changes = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        now += nbytes
+        peak = max(peak, now)
+    return Allocations(peak=peak, end=now)
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
+
+from medckpt.errors import ConfigError, suggest
+
+_POSITIVE = ("capacity_bytes", "bandwidth_gb_s", "fp32_tflops", "tf32_tflops", "bf16_tflops", "fp16_tflops")
+_SHARES = ("bandwidth_share", "matmul_share", "conv_share")
+_INTERVALS = ("context_bytes", "conv_workspace", "reserve_slack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
     """A device. `configs/memory/` has one file per card; `medckpt profile` measures this machine.
 
-    Rates are peaks of the data sheet, the `*_share` fields say how much of them a training step reaches. None means
-    that the device has no such arithmetic (then float32's rate is taken) or that the figure is not known.
+    Rates are peaks of the data sheet (or, where `measured`, the best that was measured), the `*_share` fields say how
+    much of them a training step reaches. TFLOP/s are dense, a multiply-add counts as two. None means that the device
+    has no such arithmetic (then float32's rate is taken) or that the figure is not known.
+
+    Raises:
+        ConfigError: a figure that is not above 0, a share outside of 0..1, an interval that falls, a source of no
+            field; all of them at once.
     """
 
     name: str = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     title: str = ""
     """The device as its maker calls it."""
+    device_names: tuple[str, ...] = ()
+    """How `torch.cuda.get_device_name()` spells it: a machine with such a device and capacity has this profile."""
     capacity_bytes: int | None = None
     """Memory that the driver reports in all (`torch.cuda.get_device_properties(0).total_memory`), not the nominal."""
     bandwidth_gb_s: float | None = None
@@ -28,7 +42,7 @@ class MemoryProfile:
     bf16_tflops: float | None = None
     fp16_tflops: float | None = None
     host_link_gb_s: float | None = None
-    """Device to pinned host memory, one direction."""
+    """Device to pinned host memory, one direction, as copies reach it (about 0.8 of the link's own rate)."""
     bandwidth_share: float = 0.8
     matmul_share: float = 0.6
     conv_share: float = 0.25
@@ -48,3 +62,24 @@ class MemoryProfile:
     """Scratch bytes of single operators that were measured, by their signature (`medckpt.memory.workspace`)."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each figure comes from: field name to publication."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}: must be above 0."
+            for name in (*_POSITIVE, "host_link_gb_s", "launch_us")
+            if (value := getattr(self, name)) is not None and not value > 0
+        ]
+        problems += [f"{name}: must lie above 0 and up to 1." for name in _SHARES if not 0 < getattr(self, name) <= 1]
+        problems += [
+            f"{name}: must rise and begin at 0 or above."
+            for name in _INTERVALS
+            if list(getattr(self, name)) != sorted(getattr(self, name)) or not getattr(self, name)[0] >= 0
+        ]
+        if self.library_workspace_bytes < 0 or any(size < 0 for size in self.workspaces.values()):
+            problems.append("library_workspace_bytes, workspaces: must be 0 or above.")
+        fields = [item.name for item in dataclasses.fields(self)]
+        problems += [
+            f"sources.{key}: no such field. {suggest(key, fields)}" for key in self.sources if key not in fields
+        ]
+        if problems:
+            raise ConfigError("\n".join(problems))

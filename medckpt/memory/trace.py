@@ -1,0 +1,266 @@
+"""Runs one training step on fake tensors and writes down what it would allocate: no GPU, no data, no memory."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from medckpt.errors import ConfigError
+from medckpt.memory.apply import apply_recompute
+from medckpt.memory.graph import FIRST, Kind, Op, Phase, StepGraph, Storage, TensorSpec
+from medckpt.memory.measure import fake_copy
+from medckpt.memory.step import Loss, Step, StepRunner
+
+
+def trace_step(
+    model: nn.Module, inputs: Any, step: Step, loss: Loss | None = None, *, recompute: Sequence[str] = ()
+) -> StepGraph:
+    """Returns the record of one training step of `model`, which is left untouched.
+
+    Args:
+        model: any module, in the mode (train or eval) that training would have it in.
+        inputs: a tuple of positional arguments, a mapping of keyword arguments, or the only argument; tensors in
+            nested containers, real or fake. Values are not read.
+        step: precision, optimizer and the like.
+        loss: output -> scalar; None takes the mean of the squares of all floating tensors in the output. Tensors
+            that it holds (labels, class weights) count as inputs.
+        recompute: regions to recompute, as `find_regions` returns them; what is applied to `model` counts anyway.
+
+    Raises:
+        ConfigError: the model or the loss decides by values that only a real run has, or uses an operator that
+            cannot be traced; the message names operator and module.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    net = apply_recompute(fake_copy(model, mode), recompute) if recompute else fake_copy(model, mode)
+    with mode:
+        runner = StepRunner(net, tree_map_only(Tensor, lambda t: _fake(t, mode), inputs), loss, step)
+    recorder = _Recorder(StepGraph(rules=step.rules), net)
+    for kind, tensors in runner.held().items():
+        recorder.hold(kind, [t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in tensors])
+    with _clear_errors(recorder), _calls_watched(net, recorder), mode, _device_rules(step), recorder:
+        runner.run(recorder.begin)
+    recorder.mark("gradients", runner.gradients())
+    recorder.references.clear()  # what is freed from here on is not the step's
+    return recorder.graph
+
+
+def _device_rules(step: Step) -> Any:
+    if step.rules == "cpu":
+        return nullcontext()
+    from medckpt.memory.autocast import cuda_rules
+
+    return cuda_rules(step.precision)
+
+
+class _Recorder(TorchDispatchMode):
+    """Follows every operator, and every storage from birth to death."""
+
+    def __init__(self, graph: StepGraph, net: nn.Module) -> None:
+        super().__init__()
+        self.graph = graph
+        self.phase: Phase = "forward"
+        self.calls: list[str] = []
+        """Names of the modules whose forward is running, outermost first."""
+        self.known: dict[int, int] = {}
+        """Storage address to its index, as long as it lives."""
+        self.references: dict[int, Any] = {}
+        self.sequence: list[int] = [0]
+        self.region_at: list[str] = [""]
+        """Which module was running when autograd gave out the node numbers from `sequence` on."""
+        self.region_of_parameter = {id(p): n.rpartition(".")[0] for n, p in net.named_parameters()}
+
+    def begin(self, phase: Phase) -> None:
+        self.phase = phase
+        if phase in FIRST:
+            self._note_region()
+
+    def hold(self, kind: Kind, tensors: Iterable[Tensor]) -> None:
+        """Registers what is there before the step."""
+        for tensor in tensors:
+            if tensor.untyped_storage()._cdata not in self.known:
+                self._register(tensor.untyped_storage(), Storage(_bytes(tensor), kind, born=-1))
+
+    def mark(self, kind: Kind, tensors: Iterable[Tensor]) -> None:
+        """Says what storages that the step made have become."""
+        for tensor in tensors:
+            index = self.known.get(tensor.untyped_storage()._cdata)
+            if index is not None:
+                self.graph.storages[index].kind = kind
+
+    def enter(self, name: str) -> None:
+        self.calls.append(name)
+        self._note_region()
+
+    def leave(self) -> None:
+        self.calls.pop()
+        self._note_region()
+
+    def _note_region(self) -> None:
+        if self.phase in FIRST:
+            self.sequence.append(torch._C._autograd._get_sequence_nr())
+            self.region_at.append(self.calls[-1] if self.calls else self._outside())
+
+    def _outside(self) -> str:
+        return "loss" if self.phase == "loss" else ""
+
+    def where(self) -> tuple[str, Phase]:
+        """Returns the module and the phase that the operator under way belongs to."""
+        if self.calls:
+            return self.calls[-1], "recompute" if self.phase == "backward" else self.phase
+        node: Any = torch._C._current_autograd_node() if self.phase == "backward" else None
+        if node is None:
+            return self._outside(), self.phase
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return self.region_of_parameter.get(id(variable), ""), self.phase
+        return self.region_at[bisect_right(self.sequence, node._sequence_nr()) - 1], self.phase
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace != "prim":  # questions such as a tensor's device
+            self._record(func, args, kwargs, result)
+        return result
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        inputs, outputs = list(_tensors((*args, *kwargs.values()))), list(_tensors((result,)))
+        region, phase = self.where()
+        index = len(self.graph.ops)
+        cast = False
+        for tensor in inputs:
+            known = self.known.get(tensor.untyped_storage()._cdata)
+            if known is None:  # a constant of the model or the loss
+                self._register(tensor.untyped_storage(), Storage(_bytes(tensor), "inputs", born=-1))
+            elif func is torch.ops.aten._to_copy.default and phase in ("forward", "recompute"):
+                cast = self.graph.storages[known].kind == "parameters"
+        born = 0
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.known:
+                kind: Kind = "weight_casts" if cast else "activations"
+                made = Storage(_bytes(tensor), kind, index, region, phase)
+                self._register(storage, made)
+                born += made.nbytes
+        moves = born > 0 or _writes(func)
+        self.graph.output_bytes.append(born)
+        self.graph.ops.append(
+            Op(
+                name=str(func).removeprefix("aten."),
+                region=region,
+                phase=phase,
+                call=(func, _spec(args), _spec(kwargs)) if moves else None,
+                flops=_flops(func, args, kwargs, result) if moves else 0,
+                bytes_moved=sum(t.numel() * t.element_size() for t in (*inputs, *outputs)) if moves else 0,
+            )
+        )
+
+    def _register(self, storage: torch.UntypedStorage, made: Storage) -> None:
+        index = len(self.graph.storages)
+        self.graph.storages.append(made)
+        self.known[storage._cdata] = index
+        if made.born >= 0:
+            self.graph.events.append((made.born, index, 1))
+        address = storage._cdata
+        self.references[index] = weakref.ref(storage, lambda _: self._freed(address, index))
+
+    def _freed(self, address: int, index: int) -> None:
+        if self.known.get(address) == index:
+            del self.known[address]
+        storage = self.graph.storages[index]
+        storage.died = len(self.graph.ops) - 1
+        self.graph.events.append((storage.died, index, -1))
+
+
+@contextmanager
+def _calls_watched(net: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Tells the recorder which module is running. The hooks go when the context does."""
+    with ExitStack() as hooks:
+        for name, module in net.named_modules():
+            hooks.callback(module.register_forward_pre_hook(_enter(recorder, name), prepend=True).remove)
+            hooks.callback(module.register_forward_hook(_leave(recorder), always_call=True).remove)
+        yield
+
+
+def _enter(recorder: _Recorder, name: str) -> Callable[..., None]:
+    return lambda module, args: recorder.enter(name)
+
+
+def _leave(recorder: _Recorder) -> Callable[..., None]:
+    return lambda module, args, output: recorder.leave()
+
+
+@contextmanager
+def _clear_errors(recorder: _Recorder) -> Iterator[None]:
+    """Turns what torch says of an operator that cannot run without values into the place and the way out."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(
+            f"forecast: {_place(recorder)} reads values in `{error.func}`, which only a real run has, so the step "
+            "cannot be foreseen without one. Leave this part out of the forecast (another `loss=`, a fixed branch)."
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise ConfigError(
+            f"forecast: {_place(recorder)} uses `{error.func}`, which says nothing of its result's shape without "
+            "running. Give it a fake kernel (torch.library.register_fake), or leave it out."
+        ) from error
+
+
+def _place(recorder: _Recorder) -> str:
+    return f"module '{recorder.calls[-1]}'" if recorder.calls else f"the {recorder.phase}"
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor of the same layout, with a dense storage of its own, which is what a loader would hand over."""
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
+        return tensor
+    with mode:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(tuple(value))
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(_spec(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _spec(item) for key, item in value.items()}
+    return value
+
+
+def _bytes(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())
+
+
+def _writes(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    count = flop_registry.get(func.overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
