@@ -21,7 +21,7 @@ FLOORS = [
     {"config"},
     {"datasets", "models"},
     {"inference", "training", "report"},
-    {"console", "run_folder", "forecast"},
+    {"console", "run_folder", "forecasting", "planner", "forecast"},
     {"run"},
     {"cli", "__main__"},
 ]

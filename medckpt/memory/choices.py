@@ -63,7 +63,6 @@ def _batch_norm(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         and (mean is not None or training)
         and tensor.dim() >= 3
         and tensor.shape[0] <= (880801 if training else 65535)
-        and eps >= 1e-5
         and 0 < tensor.numel() < 2**31 - 1
     )
     if not cudnn:
@@ -110,63 +109,93 @@ def attention_backend(
         grouped: `enable_gqa` of the call.
         capability: of the device. cuDNN is preferred on 9.x and 10.x, as in wheels of torch 2.11 and later.
     """
-    major = capability[0]
     tensors = (query, key, value)
-    head, half = query.shape[-1], query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and major >= 8)
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    heads = [tensor.shape[1] for tensor in tensors]
     shared = (
         all(tensor.dim() == 4 for tensor in tensors)
-        and len({tensor.dtype for tensor in tensors}) == 1
-        and len({tensor.shape[0] for tensor in tensors}) == 1
-        and query.shape[-2] > 0
-        and key.shape[-2] > 0
+        and len({tensor.dtype for tensor in tensors}) == len({tensor.shape[0] for tensor in tensors}) == 1
+        and (len(set(heads)) == 1 or (grouped and heads[1] == heads[2] and heads[0] % heads[1] == 0))
+        and query.shape[2] > 0
+        and key.shape[2] > 0
         and (mask is None or mask.stride(-1) == 1)
     )
     if not shared:
         return "math"
-    heads = [tensor.shape[1] for tensor in tensors]
-    same_heads = heads[0] == heads[1] == heads[2]
-    divisible = heads[1] == heads[2] and heads[0] % heads[1] == 0
-    dense = all(tensor.stride(-1) == 1 for tensor in tensors)
-    fused = half and (dense or head == 1) and (same_heads or (grouped and divisible))
-    sizes = (head, value.shape[-1])
+    if _cudnn(query, key, value, mask, dropout, capability):
+        return "cudnn"
     if (
+        mask is None
+        and not (causal and query.shape[2] != key.shape[2])
+        and _flash(query, key, value, dropout, capability)
+    ):
+        return "flash"
+    return "efficient" if _efficient(query, key, value, capability) else "math"
+
+
+def _half(tensor: torch.Tensor, capability: tuple[int, int]) -> bool:
+    return tensor.dtype == torch.float16 or (tensor.dtype == torch.bfloat16 and capability >= (8, 0))
+
+
+def _dense(*tensors: torch.Tensor) -> bool:
+    return all(tensor.stride(-1) == 1 for tensor in tensors)
+
+
+def _cudnn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    capability: tuple[int, int],
+) -> bool:
+    sizes = (query.shape[-1], value.shape[-1])
+    return (
         torch.backends.cuda.cudnn_sdp_enabled()
-        and major in (9, 10)
-        and fused
+        and capability[0] in (9, 10)
+        and _half(query, capability)
+        and _dense(query, key, value)
         and _mask_for_cudnn(query, key, mask)
         and (dropout * 16).is_integer()
         and max(sizes) <= 128
         and all(size % 8 == 0 for size in sizes)
-        and key.shape[-2] != 1
-        and not (dropout and query.shape[-2] == 1)
+        and key.shape[2] != 1
+        and not (dropout and query.shape[2] == 1)
         and not torch.are_deterministic_algorithms_enabled()
-    ):
-        return "cudnn"
+    )
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, capability: tuple[int, int]
+) -> bool:
+    size = query.shape[-1]
     consumer = capability in ((8, 6), (8, 7), (8, 8), (8, 9), (12, 0), (12, 1))
-    if (
+    return (
         torch.backends.cuda.flash_sdp_enabled()
-        and major >= 8
-        and fused
-        and mask is None
-        and head == key.shape[-1] == value.shape[-1]
-        and head <= 256
-        and not (consumer and needs_grad and head > 192 and (dropout or head <= 224))
-        and not (causal and query.shape[-2] != key.shape[-2])
-    ):
-        return "flash"
-    aligned = 8 if half else 4 if major >= 8 else 1
-    if (
+        and capability >= (8, 0)
+        and _half(query, capability)
+        and (_dense(query, key, value) or size == 1)
+        and size == key.shape[-1] == value.shape[-1]
+        and size <= 256
+        # Its backward pass does not fit into the shared memory of these.
+        and not (consumer and _needs_grad(query, key, value) and size > 192 and (dropout > 0 or size <= 224))
+    )
+
+
+def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> bool:
+    half, recent = _half(query, capability), capability >= (8, 0)
+    aligned = 8 if half else 4 if recent else 1
+    return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
         and (half or query.dtype == torch.float32)
-        and dense
-        and (same_heads or (grouped and divisible))
-        and head == key.shape[-1]
-        and all(size % aligned == 0 and size > 0 for size in sizes)
-        and (major < 8 or all(tensor.storage_offset() % aligned == 0 for tensor in tensors))
-    ):
-        return "efficient"
-    return "math"
+        and _dense(query, key, value)
+        and query.shape[-1] == key.shape[-1]
+        and all(size % aligned == 0 and size > 0 for size in (query.shape[-1], value.shape[-1]))
+        and (not recent or all(tensor.storage_offset() % aligned == 0 for tensor in (query, key, value)))
+    )
+
+
+def _needs_grad(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _mask_for_cudnn(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -201,7 +230,7 @@ def _attention(
         scale = size**-0.5 if scale is None else scale
         out = aten._scaled_dot_product_flash_attention.default(query, key, value, dropout, causal, scale=scale)[0]
         return out if out.shape[-1] == size else out[..., :size]
-    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    keep = _needs_grad(query, key, value)
     if backend == "cudnn":
         return aten._scaled_dot_product_cudnn_attention.default(
             query, key, value, mask, keep, dropout, causal, False, scale=scale

@@ -96,8 +96,6 @@ class StepGraph:
     storages: list[Storage] = field(default_factory=list)
     events: list[tuple[int, int, int]] = field(default_factory=list)
     """(operator index, storage index, +1 birth or -1 death), in order; the births of an operator come first."""
-    output_bytes: list[int] = field(default_factory=list)
-    """Bytes that each operator allocated for its results."""
     rules: Literal["cuda", "cpu"] = "cuda"
     unmodelled: dict[str, str] = field(default_factory=dict)
     """Operator to the reason why its memory is not certain; empty if all of it is."""

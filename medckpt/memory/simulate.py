@@ -86,7 +86,7 @@ def simulate(graph: StepGraph, profile: MemoryProfile, *, measure: bool = False)
     """
     unmodelled = dict(graph.unmodelled)
     live = _live(graph, profile)
-    scratch = [estimate(op, made, profile) for op, made in zip(graph.ops, graph.output_bytes, strict=True)]
+    scratch = [estimate(op, profile) for op in graph.ops]
     if measure and profile.device == "cpu":
         scratch = _measured(graph, live, scratch, unmodelled)
     elif any(high > low for low, _, high in scratch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from medckpt.errors import ConfigError
 from medckpt.memory.apply import apply_recompute
+from medckpt.memory.autocast import cuda_rules, real_constants
 from medckpt.memory.graph import FIRST, Kind, Op, Phase, StepGraph, Storage, TensorSpec
 from medckpt.memory.measure import fake_copy
 from medckpt.memory.step import Loss, Step, StepRunner
@@ -53,19 +55,28 @@ def trace_step(
     recorder = _Recorder(StepGraph(rules=step.rules), net)
     for kind, tensors in runner.held().items():
         recorder.hold(kind, [t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in tensors])
-    with _clear_errors(recorder), _calls_watched(net, recorder), mode, _device_rules(step), recorder:
-        runner.run(recorder.begin)
+    with _no_collection(), _clear_errors(recorder), _calls_watched(net, recorder), mode, _device_rules(step), recorder:
+        with real_constants():
+            runner.run(recorder.begin)
     recorder.mark("gradients", runner.gradients())
     recorder.references.clear()  # what is freed from here on is not the step's
     return recorder.graph
 
 
-def _device_rules(step: Step) -> Any:
-    if step.rules == "cpu":
-        return nullcontext()
-    from medckpt.memory.autocast import cuda_rules
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps Python's garbage collector out: it would free cycles at moments of its own, and takes half the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
-    return cuda_rules(step.precision)
+
+def _device_rules(step: Step) -> Any:
+    return nullcontext() if step.rules == "cpu" else cuda_rules(step.precision)
 
 
 class _Recorder(TorchDispatchMode):
@@ -158,7 +169,6 @@ class _Recorder(TorchDispatchMode):
                 self._register(storage, made)
                 born += made.nbytes
         moves = born > 0 or _writes(func)
-        self.graph.output_bytes.append(born)
         self.graph.ops.append(
             Op(
                 name=str(func).removeprefix("aten."),

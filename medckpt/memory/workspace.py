@@ -31,14 +31,14 @@ def has_scratch(op: Op) -> bool:
     return op.name in _CONVOLUTIONS
 
 
-def estimate(op: Op, output_bytes: int, profile: MemoryProfile) -> Interval:
+def estimate(op: Op, profile: MemoryProfile) -> Interval:
     """Returns the scratch memory of `op` as the profile knows it; a measured value has no spread."""
     if not has_scratch(op):
         return 0, 0, 0
     measured = profile.workspaces.get(op.signature())
     if measured is not None:
         return measured, measured, measured
-    moved = sum(spec.nbytes for spec in op.specs()) + output_bytes
+    moved = op.bytes_moved
     if profile.device == "cpu":
         width = op.dtype.itemsize
         return 0, int(_CPU_GUESS.get(width, 1.0) * moved), int(_CPU_BOUND.get(width, 2.0) * moved) + _columns(op)

@@ -18,12 +18,11 @@ import torch
 from torch import nn
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from medckpt.errors import ConfigError, MedckptError
 from medckpt.memory.autocast import POLICY, autocast, cuda_rules, real_constants
-from medckpt.memory.choices import attention_backend
 from medckpt.memory.measure import fake_copy
 
 aten = torch.ops.aten
@@ -120,19 +119,6 @@ def test_what_cuda_refuses_or_nobody_knows_is_refused() -> None:
             nn.LSTM(4, 4)(leaf(3, 1, 4))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_choices_by_device(precision: str) -> None:
-    with tracing(precision):
-        x = leaf(2, 4, 6, dtype=DTYPES.get(precision, FP32))
-        assert saved(lambda: F.dropout(x, 0.1))[1] == [((2, 4, 6), torch.bool)]
-        weight, bias = torch.ones(4), torch.zeros(4)
-        _, kept, _ = saved(lambda: F.batch_norm(x, None, None, weight, bias, training=True))
-        assert kept[:1] == [((2, 4, 6), x.dtype)]
-        assert kept.count(((4,), FP32)) == 3  # weight, mean, inverse deviation
-        # cuDNN has no bfloat16; its reserve is the fifth, of no size.
-        assert (len(kept) == 5) is (precision != "bf16-mixed")
-
-
 def test_autocast_of_cuda_within_a_model_is_heeded() -> None:
     with tracing():
         with torch.autocast("cuda", enabled=False):
@@ -156,7 +142,8 @@ def test_recompute_follows_the_rules() -> None:
             loss = checkpoint(block, x, weight, use_reentrant=False).sum()
         loss.backward()
         assert seen == [FP32, FP32]
-        assert weight.grad is not None and weight.grad.dtype == FP32
+        assert weight.grad is not None
+        assert weight.grad.dtype == FP32
 
 
 def test_dice_loss_lists_its_axes() -> None:
@@ -164,7 +151,8 @@ def test_dice_loss_lists_its_axes() -> None:
     loss = losses.DiceCELoss(to_onehot_y=True, softmax=True)
     with tracing(), real_constants():
         out = loss(leaf(1, 3, 4, 4, 4), torch.zeros(1, 1, 4, 4, 4, dtype=torch.int64))
-        assert isinstance(out, FakeTensor) and out.dtype == FP32
+        assert isinstance(out, FakeTensor)
+        assert out.dtype == FP32
         axes = torch.arange(2, 5)
         assert axes.tolist() == [2, 3, 4]
         axes += 1
@@ -233,57 +221,6 @@ def test_other_threads_and_real_tensors_are_refused() -> None:
     assert "another thread" in str(raised[0])
     with pytest.raises(ConfigError, match="Did you mean 'bf16-mixed'"), cuda_rules("bf16-mix"):  # type: ignore[arg-type]
         pass
-
-
-# --- attention
-
-
-@pytest.mark.parametrize(
-    ("changes", "backend"),
-    [
-        ({}, "flash"),
-        ({"dtype": FP32}, "efficient"),
-        ({"dtype": torch.float64}, "math"),
-        ({"mask": True}, "efficient"),
-        ({"size": 36}, "flash"),  # padded
-        ({"size": 36, "mask": True}, "math"),
-        ({"size": 36, "dtype": FP32}, "efficient"),
-        ({"size": 30, "dtype": FP32}, "math"),
-        ({"size": 264}, "efficient"),
-        ({"size": 256, "capability": (8, 6), "dropout": 0.1}, "efficient"),
-        ({"size": 256, "capability": (8, 6)}, "flash"),
-        ({"capability": (9, 0)}, "cudnn"),
-        ({"capability": (9, 0), "dropout": 0.1}, "flash"),
-        ({"capability": (7, 0)}, "math"),
-        ({"capability": (7, 0), "dtype": FP16}, "efficient"),
-        ({"causal": True, "tokens": 5}, "efficient"),
-        ({"heads": 2}, "math"),
-        ({"heads": 2, "grouped": True}, "flash"),
-    ],
-)
-def test_attention_backend(changes: dict[str, Any], backend: str) -> None:
-    wanted = {"dtype": BF16, "size": 64, "mask": None, "tokens": 9, "heads": 4, **changes}
-    dtype, size, mask, tokens, heads = (wanted.pop(key) for key in ("dtype", "size", "mask", "tokens", "heads"))
-    with FakeTensorMode():
-        query, key = leaf(2, 4, 9, size, dtype=dtype), leaf(2, heads, tokens, size, dtype=dtype)
-        assert attention_backend(query, key, key, torch.empty(9, tokens) if mask else None, **wanted) == backend
-
-
-@pytest.mark.parametrize(("precision", "capability"), [("32", (8, 0)), ("bf16-mixed", (8, 0)), ("16-mixed", (9, 0))])
-def test_attention_saves_its_operands_and_a_logsumexp(precision: str, capability: tuple[int, int]) -> None:
-    dtype = DTYPES.get(precision, FP32)
-    with tracing(precision, capability=capability):
-        query, key, value = (leaf(2, 4, 16, 64, dtype=dtype) for _ in range(3))
-        out, kept, size = saved(lambda: F.scaled_dot_product_attention(query, key, value))
-        assert out.dtype == dtype
-        assert kept.count(((2, 4, 16, 64), dtype)) == 4
-        logsumexp = 4 * 2 * 4 * (32 if precision == "32" else 16)  # the efficient kernel pads to 32 tokens
-        assert size - 4 * out.numel() * out.element_size() - logsumexp in (16, 24)  # seed and offset of its dropout
-        # Padded sizes and masks; the padding is what is kept.
-        query = leaf(2, 4, 9, 36, dtype=dtype)
-        mask = torch.ones(9, 9, dtype=torch.bool)
-        assert F.scaled_dot_product_attention(query, query, query).shape == query.shape
-        assert F.scaled_dot_product_attention(query, query, query, attn_mask=mask).shape == query.shape
 
 
 # --- against torch itself
@@ -375,7 +312,7 @@ NETS: dict[str, Callable[[Any], nn.Module]] = {
 
 @cuda_build
 @pytest.mark.parametrize("name", NETS)
-def test_saved_bytes_equal_those_of_the_cuda_dispatcher(name: str, record_property: Any) -> None:
+def test_saved_bytes_equal_those_of_the_cuda_dispatcher(name: str) -> None:
     nets, losses = pytest.importorskip("monai.networks.nets"), pytest.importorskip("monai.losses")
     dice = losses.DiceCELoss(to_onehot_y=True, softmax=True)
 
@@ -386,7 +323,6 @@ def test_saved_bytes_equal_those_of_the_cuda_dispatcher(name: str, record_proper
     model = NETS[name](nets)
     for precision in PRECISIONS:
         cuda, ours = (step_bytes(model, loss, precision, device) for device in ("cuda", "cpu"))
-        record_property(precision, f"{cuda[0]} {ours[0]}")
         assert ours == cuda, (name, precision)
 
 
@@ -443,19 +379,3 @@ def test_operators_save_what_the_cuda_dispatcher_saves(name: str, precision: str
                 out, kept, size = saved(lambda x=x, weight=weight: OPERATORS[name](x, weight))
                 answers.append((out.dtype, out.shape, kept, size))
         assert answers[0] == answers[1], (name, dtype)
-
-
-@cuda_build
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_fused_attention_saves_what_it_saves_on_cuda(dtype: torch.dtype) -> None:
-    answers = []
-    for device in ("cuda", "cpu"):
-        with FakeTensorMode():
-            q = leaf(2, 4, 16, 64, dtype=dtype, device=device)
-            calls = (
-                lambda q=q: aten._scaled_dot_product_flash_attention(q, q, q),
-                lambda q=q: aten._scaled_dot_product_efficient_attention(q, q, q, None, True),
-                lambda q=q: aten._scaled_dot_product_cudnn_attention(q, q, q, None, True),
-            )
-            answers.append([saved(call)[1:] for call in calls])
-    assert answers[0] == answers[1]

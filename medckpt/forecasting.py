@@ -1,0 +1,198 @@
+"""`forecast`: what one training step of any model takes on a device, without the device and without data."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from medckpt.memory.profile import MemoryProfile
+from medckpt.profiles import load_profile
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from medckpt.memory.explain import Explanation
+    from medckpt.memory.simulate import Moment, Simulation, Where
+    from medckpt.memory.step import Loss, OptimizerName, Precision
+
+GIB = 2**30
+Fits = Literal["yes", "no", "unsure", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a step takes: bytes, parts, place and time of the peak; in Jupyter, as a table and a picture."""
+
+    simulation: Simulation
+    explanation: Explanation
+    profile: MemoryProfile
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that the device holds at the worst instant: tensors, scratch memory, the runtime's own."""
+        return self.simulation.peak_bytes
+
+    @property
+    def peak_interval(self) -> tuple[int, int]:
+        """The peak with everything that is estimated at its lowest and at its highest."""
+        return self.simulation.peak_interval
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The peak as `torch.cuda.max_memory_allocated` would give it."""
+        return self.simulation.allocated_bytes
+
+    @property
+    def reserved_bytes(self) -> tuple[int, int]:
+        """What the process takes from the device, lowest and highest: this is what must fit."""
+        return self.simulation.reserved_bytes
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes per part at the peak; their sum is `peak_bytes`."""
+        return self.simulation.parts
+
+    @property
+    def step_ms(self) -> float | None:
+        """Milliseconds of one step by a roofline; None if the profile has no rates."""
+        return self.simulation.step_ms
+
+    @property
+    def where(self) -> Where:
+        """Region, operator and phase of the peak."""
+        return self.simulation.where
+
+    @property
+    def timeline(self) -> tuple[Moment, ...]:
+        """Memory operator by operator; its maximum is `peak_bytes`."""
+        return self.simulation.timeline
+
+    @property
+    def unmodelled(self) -> dict[str, str]:
+        """What is not certain, and why; the intervals are as wide as that."""
+        return self.simulation.unmodelled
+
+    @property
+    def fits(self) -> Fits:
+        """Whether the device holds it: "unsure" if that depends on what is estimated."""
+        return fits_in(self.profile, self.reserved_bytes)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Returns a matplotlib figure of memory over the step, and saves it as PNG if `path` is given."""
+        from medckpt.report.memory_timeline import draw_memory_timeline
+
+        return draw_memory_timeline(self.explanation, self.profile, path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the facts without the timeline, fit for JSON."""
+        return {
+            "memory": self.profile.name,
+            "capacity_bytes": self.profile.capacity_bytes,
+            "fits": self.fits,
+            "peak_bytes": self.peak_bytes,
+            "peak_interval": list(self.peak_interval),
+            "allocated_bytes": self.allocated_bytes,
+            "reserved_bytes": list(self.reserved_bytes),
+            "parts": dict(self.parts),
+            "step_ms": self.step_ms,
+            "where": {"region": self.where.region, "op": self.where.op, "phase": self.where.phase},
+            "holders": [{"region": name, "bytes": nbytes} for name, nbytes in self.explanation.holders],
+            "unmodelled": self.unmodelled,
+        }
+
+    def __str__(self) -> str:
+        low, high = self.reserved_bytes
+        lines = [f"peak {self.peak_bytes / GIB:.2f} GiB in the {self.where}"]
+        lines += [f"  {name:<13} {size / GIB:7.2f} GiB" for name, size in self.parts.items() if size]
+        lines.append(f"taken from the device {low / GIB:.2f} to {high / GIB:.2f} GiB; {self._verdict()}")
+        if self.step_ms is not None:
+            lines.append(f"about {self.step_ms:.0f} ms per step")
+        lines += [f"not certain: {name}: {why}" for name, why in self.unmodelled.items()]
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        title = self.profile.title or self.profile.name
+        if self.profile.capacity_bytes is None:
+            return f"how much {title} holds is not known"
+        words = {"yes": "fits", "no": "does not fit", "unsure": "may or may not fit"}[self.fits]
+        return f"{words} in the {self.profile.capacity_bytes / GIB:.2f} GiB of {title}"
+
+    def _repr_html_(self) -> str:
+        import base64
+
+        from medckpt.report.memory_timeline import timeline_png
+
+        picture = base64.b64encode(timeline_png(self.explanation, self.profile)).decode()
+        text = html.escape(str(self))
+        return f'<pre>{text}</pre><img alt="memory over one step" src="data:image/png;base64,{picture}">'
+
+
+def fits_in(profile: MemoryProfile, reserved_bytes: tuple[int, int]) -> Fits:
+    """Returns whether the device holds what a process takes: "unsure" if that depends on what is estimated."""
+    if profile.capacity_bytes is None:
+        return "unknown"
+    low, high = reserved_bytes
+    return "yes" if high <= profile.capacity_bytes else "no" if low > profile.capacity_bytes else "unsure"
+
+
+def forecast(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    loss: Loss | None = None,
+    precision: Precision = "bf16-mixed",
+    optimizer: OptimizerName | None = "adamw",
+    memory: str | Path | MemoryProfile = "a100_40gb",
+    policy: Literal["none", "block", "all"] | Sequence[str] | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    averages: bool = False,
+    weight_cache: bool = True,
+) -> Forecast:
+    """Returns what one training step of `model` takes on a device; seconds on a CPU, no memory, no data.
+
+    The whole step is run on fake tensors: forward under autocast, loss, backward, clipping, optimizer. The model is
+    left as it is.
+
+    Args:
+        model: any `nn.Module`, in the mode (train or eval) of the training.
+        inputs: a tuple of positional arguments, a mapping of keyword arguments, or the only argument; tensors (real,
+            or fake) in nested containers. Only shapes and dtypes are read.
+        loss: output -> scalar tensor; None: the mean of squares. A `nn.Module`'s tensors count as inputs.
+        precision: "32", "bf16-mixed" or "16-mixed".
+        optimizer: "adamw", "sgd" (with momentum), or None for forward and backward alone.
+        memory: the name of a profile in configs/memory, the path of one, or a `MemoryProfile`. "cpu" is this
+            machine's CPU: its allocator and autocast, and scratch memory of convolutions measured where it decides.
+        policy: what is recomputed: a level of `find_regions`, or names of regions; None leaves the model as it is.
+        clip_norm: if the gradients' norm is clipped.
+        accumulate: forward and backward passes per optimizer step.
+        averages: whether averaged weights (EMA) lie on the device.
+        weight_cache: whether autocast keeps its casts of weights through a forward pass. Lightning does not.
+
+    Raises:
+        ConfigError: a setting is not known; the model decides by values that only a real run has.
+    """
+    from medckpt.memory.explain import explain
+    from medckpt.memory.regions import find_regions
+    from medckpt.memory.simulate import simulate
+    from medckpt.memory.step import Step
+    from medckpt.memory.trace import trace_step
+
+    profile = load_profile(memory)
+    rules: Literal["cpu", "cuda"] = "cpu" if profile.device == "cpu" else "cuda"
+    step = Step(
+        precision=precision,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        accumulate=accumulate,
+        averages=averages,
+        weight_cache=weight_cache,
+        rules=rules,
+    )
+    regions = find_regions(model, policy) if isinstance(policy, str) else tuple(policy or ())  # type: ignore[arg-type]
+    graph = trace_step(model, inputs, step, loss, recompute=regions)
+    simulation = simulate(graph, profile, measure=rules == "cpu")
+    return Forecast(simulation=simulation, explanation=explain(graph, simulation, profile), profile=profile)
