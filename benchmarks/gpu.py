@@ -17,277 +17,96 @@ import argparse
 import concurrent.futures
 import dataclasses
 import fnmatch
-import gc
 import json
 import multiprocessing
 import os
 import pickle
 import platform
 import re
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 HERE = Path(__file__).resolve().parent
-if str(HERE.parent) not in sys.path:  # a checkout without an installation
-    sys.path.insert(1, str(HERE.parent))
+# This folder, and a checkout without an installation; after what is there, so that an installed medckpt goes first.
+sys.path += [folder for folder in (str(HERE), str(HERE.parent)) if folder not in sys.path]
+
+from gpu_bench import CLIP_NORM, MIB, DryRun, Gpu, figures, graph_file, train  # noqa: E402
+from gpu_cases import Case, build, cases, inputs_and_loss, tiny_cases  # noqa: E402
+from gpu_table import STARTED, Results, markdown, summary  # noqa: E402
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from medckpt.memory.graph import StepGraph
     from medckpt.memory.profile import MemoryProfile
-    from medckpt.memory.simulate import Simulation
-    from medckpt.memory.step import StepRunner
-
-CLASSES, CLIP_NORM, MIB, GIB = 14, 12.0, 2**20, 2**30
-STARTED, MEASURED, OOM, TOO_LARGE = "started", "measured", "out of memory", "skipped: does not fit"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One training step: `policy` is "none", "monai" (the network's own use_checkpoint) or "all" (medckpt's)."""
+def find_device(folder: Path, output: Path, dry_run: bool, fresh: bool) -> None:
+    """Writes what this device is (device.json), its shipped profile and its measured one, into `folder`.
 
-    net: str
-    side: int
-    batch: int
-    precision: str = "bf16-mixed"
-    policy: str = "none"
-    budget: bool = False
-    """Whether it is run again under budgets just above and just below the forecast."""
+    The measured profile is kept in `output`, and taken from there by a later call.
+    """
+    import shutil
 
-    @property
-    def name(self) -> str:
-        return f"{self.net} {self.side}^3 b{self.batch} {self.precision} {self.policy}"
+    from medckpt import profiles
+    from medckpt.files import write_json
 
-    @property
-    def regions(self) -> Any:
-        return self.policy if self.policy == "all" else None
-
-
-def cases() -> list[Case]:
-    """Returns all cases, the most telling first."""
-    swin, nets = "swin_unetr-48", [("vit-l16", 192), ("unetr", 96), ("segresnet-32", 128), ("dynunet-32", 128)]
-    first = [
-        Case(net=swin, side=96, batch=2, budget=True),
-        Case(net=swin, side=96, batch=2, policy="all"),
-        Case(net=swin, side=96, batch=2, policy="monai"),
-        *(Case(net=net, side=side, batch=1, budget=True) for net, side in nets),
-        Case(net="vit-l8", side=96, batch=2),
-        Case(net="mae-b16", side=96, batch=4, precision="32"),
-        Case(net=swin, side=96, batch=2, precision="32"),
-        Case(net=swin, side=96, batch=2, precision="16-mixed"),
-    ]
-    second = [Case(net=swin, side=96, batch=b, policy=p) for b in (4, 1, 8) for p in ("none", "all")]
-    second += [Case(net=swin, side=128, batch=b, policy=p) for b in (1, 4, 2) for p in ("none", "all")]
-    second[1] = dataclasses.replace(second[1], budget=True)
-    second += [Case(net=net, side=side, batch=b, policy=p) for net, side in nets for b, p in ((1, "all"), (4, "none"))]
-    third = [Case(net=swin, side=128, batch=8, policy=p) for p in ("none", "all", "monai")]
-    third += [Case(net=swin, side=s, batch=b, policy="monai") for s, b in ((96, 4), (128, 1), (96, 8), (128, 2))]
-    third += [Case(net=net, side=side, batch=1, precision="32") for net, side in [*nets, (swin, 128)]]
-    third += [Case(net=swin, side=96, batch=b, precision="32", policy=p) for b in (1, 4) for p in ("none", "all")]
-    third += [Case(net="vit-l8", side=96, batch=b, policy=p) for b in (1, 8) for p in ("none", "all")]
-    third += [Case(net="mae-b16", side=96, batch=b, precision="32", policy="all") for b in (4, 16)]
-    return [*first, *second, *third]
+    shipped = profiles.this_machine("cpu" if dry_run else "cuda")
+    if dry_run:
+        shipped = dataclasses.replace(shipped, capacity_bytes=DryRun.capacity)
+    facts = _facts(shipped, dry_run)
+    kept = output / f"gpu_{slug(facts['device'])}_profile.yaml"
+    if fresh or not kept.is_file():
+        own = {key: getattr(shipped, key) for key in ("title", "device_names", "capacity_bytes")}
+        profiles.save_profile(dataclasses.replace(_measure(dry_run), name="measured", **own), kept)
+    shutil.copy(kept, folder / "measured.yaml")
+    profiles.save_profile(shipped, folder / "shipped.yaml")
+    write_json(folder / "device.json", facts)
 
 
-def tiny_cases() -> list[Case]:
-    """Returns what `--dry-run` runs on a CPU: a case of each ending."""
-    return [
-        Case(net="tiny", side=16, batch=2, precision="32", budget=True),
-        Case(net="tiny", side=16, batch=2, policy="all"),
-        Case(net="tiny", side=65536, batch=64, precision="32"),
-    ]
+def _measure(dry_run: bool) -> MemoryProfile:
+    from medckpt.memory.calibrate import ConvShape, Sizes, measure_profile
+
+    if not dry_run:
+        Gpu()  # the precision that training computes in
+        return measure_profile("cuda")
+    shape = ConvShape(batch=1, in_channels=2, out_channels=2, size=(8, 8, 8))
+    linear = ((64, 64, 64),)
+    tiny = Sizes(copy_bytes=MIB, matmul=64, linear=linear, convs=(shape,), launches=20, repeats=2)
+    return measure_profile("cpu", sizes=tiny)
 
 
-def build(case: Case) -> nn.Module:
-    """Returns the case's network of MONAI, in training mode, on the CPU."""
-    from monai.networks import nets
-
-    patch, one = (case.side,) * 3, {"in_channels": 1, "out_channels": CLASSES}
-    large = {"hidden_size": 1024, "mlp_dim": 4096, "num_layers": 24, "num_heads": 16}
-    stages = {"kernel_size": [3] * 6, "strides": [1, 2, 2, 2, 2, 2], "upsample_kernel_size": [2] * 5}
-    filters = [32, 64, 128, 256, 320, 320]
-    builders: dict[str, Callable[[], nn.Module]] = {
-        "swin_unetr-48": lambda: nets.SwinUNETR(**one, feature_size=48, use_checkpoint=case.policy == "monai"),
-        "unetr": lambda: nets.UNETR(**one, img_size=patch, feature_size=16),
-        "vit-l16": lambda: nets.ViT(in_channels=1, img_size=patch, patch_size=(16,) * 3, **large),
-        "vit-l8": lambda: nets.ViT(in_channels=1, img_size=patch, patch_size=(8,) * 3, **large),
-        # MONAI's masked autoencoder assigns values of one type to places of another under autocast: float32 only.
-        "mae-b16": lambda: nets.MaskedAutoEncoderViT(in_channels=1, img_size=patch, patch_size=(16,) * 3),
-        "segresnet-32": lambda: nets.SegResNet(init_filters=32, out_channels=CLASSES),
-        "dynunet-32": lambda: nets.DynUNet(spatial_dims=3, **one, **stages, filters=filters),
-        "tiny": lambda: nets.SegResNet(init_filters=8, out_channels=CLASSES, blocks_down=(1, 1), blocks_up=(1,)),
-    }
-    return builders[case.net]().train()
-
-
-def inputs_and_loss(case: Case) -> tuple[Tensor, nn.Module | None]:
-    """Returns an image (B, 1, D, H, W) and, for networks that segment, Dice + cross-entropy with a label of its own."""
-    import torch
-    from forecast import dice_cross_entropy
-
-    shape = (case.batch, 1, *(case.side,) * 3)
-    if case.net.startswith(("vit", "mae")):
-        return torch.rand(shape), None
-    return torch.rand(shape), dice_cross_entropy(torch.randint(0, CLASSES, shape))
-
-
-# ---------------------------------------------------------------------------------------------------------- the device
-
-
-class Gpu:
-    """The current CUDA device, as a training has it."""
-
-    kind = "cuda"
-
-    def __init__(self) -> None:
-        import torch
-
-        torch.set_float32_matmul_precision("high")  # as medckpt trains
-        self.cuda = torch.cuda
-        self.capacity = torch.cuda.get_device_properties(0).total_memory
-
-    def clean(self) -> None:
-        """Gives back all that no tensor holds, cuBLAS's workspaces too, and counts anew."""
-        import torch
-
-        gc.collect()
-        self.cuda.synchronize()
-        if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
-            torch._C._cuda_clearCublasWorkspaces()
-        self.cuda.empty_cache()
-        self.cuda.reset_peak_memory_stats()
-
-    def limit(self, nbytes: int | None) -> None:
-        """Lets the allocator take no more than `nbytes` from the device."""
-        self.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / self.capacity))
-
-    def watched_step(self, runner: StepRunner) -> dict[str, int]:
-        """Runs one step; returns the highest allocated bytes of each phase."""
-        peaks: dict[str, int] = {}
-        under_way = ["before"]
-
-        def phase(name: str) -> None:
-            # The allocator counts when kernels are queued: nothing has to be waited for.
-            peaks[under_way[0]] = max(peaks.get(under_way[0], 0), self.cuda.max_memory_allocated())
-            self.cuda.reset_peak_memory_stats()
-            under_way[0] = name
-
-        self.cuda.reset_peak_memory_stats()
-        runner.run(phase)
-        phase("after")
-        del peaks["before"]
-        return peaks
-
-    def seconds(self, run: Callable[[], None]) -> float:
-        """Returns how long `run` takes until its last kernel has ended."""
-        self.cuda.synchronize()
-        began = time.perf_counter()
-        run()
-        self.cuda.synchronize()
-        return time.perf_counter() - began
-
-    def reserved(self) -> int:
-        """Returns what the allocator holds of the device: it gives nothing back between two calls of `clean`."""
-        return self.cuda.memory_reserved()
-
-
-class DryRun:
-    """A CPU in a GPU's place, so that every line of this script runs without one."""
-
-    kind = "cpu"
-    capacity = 64 * MIB
-
-    def __init__(self) -> None:
-        self.highest, self.most = 0, self.capacity
-
-    def clean(self) -> None:
-        gc.collect()
-        self.highest = 0
-
-    def limit(self, nbytes: int | None) -> None:
-        self.most = self.capacity if nbytes is None else nbytes
-
-    def watched_step(self, runner: StepRunner) -> dict[str, int]:
-        import torch
-
-        from medckpt.memory.measure import allocations
-
-        held = sum(tensor.nbytes for tensors in runner.held().values() for tensor in tensors)
-        peak = held + allocations(runner.run).peak
-        self.highest = max(self.highest, peak)
-        if peak > self.most:
-            raise torch.OutOfMemoryError(f"{peak} bytes, and {self.most} are allowed")
-        return {"backward": peak}
-
-    def seconds(self, run: Callable[[], None]) -> float:
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
-
-    def reserved(self) -> int:
-        return self.highest
-
-
-# ------------------------------------------------------------------------------------------- three stages, a process each
-
-
-def find_device(folder: Path, dry_run: bool) -> None:
-    """Writes what this device is (device.json), its shipped profile and its measured one, into `folder`."""
+def _facts(shipped: MemoryProfile, dry_run: bool) -> dict[str, Any]:
     import monai
     import torch
 
     from medckpt import profiles
-    from medckpt.files import write_json
-    from medckpt.memory.calibrate import ConvShape, Sizes, measure_profile
 
-    shipped = profiles.this_machine("cpu" if dry_run else "cuda")
-    if dry_run:
-        shape = ConvShape(batch=1, in_channels=2, out_channels=2, size=(8, 8, 8))
-        tiny = Sizes(copy_bytes=MIB, matmul=64, linear=((64, 64, 64),), convs=(shape,), launches=20, repeats=2)
-        shipped = dataclasses.replace(shipped, capacity_bytes=DryRun.capacity)
-        measured = measure_profile("cpu", sizes=tiny)
-    else:
-        Gpu()  # the precision that training computes in
-        measured = measure_profile("cuda")
-    own = {key: getattr(shipped, key) for key in ("title", "device_names", "capacity_bytes")}
-    measured = dataclasses.replace(measured, name="measured", **own)
-    profiles.save_profile(shipped, folder / "shipped.yaml")
-    profiles.save_profile(measured, folder / "measured.yaml")
-    cuda = {} if dry_run else {"capability": list(torch.cuda.get_device_capability()), "cudnn": _cudnn()}
-    facts = {
-        "device": "dry run on a CPU" if dry_run else torch.cuda.get_device_name(),
+    device: dict[str, Any] = {"device": "dry run on a CPU"}
+    if not dry_run:
+        device = {
+            "device": torch.cuda.get_device_name(),
+            "capability": list(torch.cuda.get_device_capability()),
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return {
+        **device,
         "capacity_bytes": shipped.capacity_bytes,
         "shipped_profile": shipped.name,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        **cuda,
         "monai": monai.__version__,
         "cpu": profiles.cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
-    write_json(folder / "device.json", facts)
-
-
-def _cudnn() -> int | None:
-    import torch
-
-    return torch.backends.cudnn.version()
 
 
 def predict(case: Case, folder: Path) -> dict[str, Any]:
     """Traces a step without the device, and keeps it in `folder`; returns the forecasts of both profiles."""
     import torch
 
-    from medckpt.memory.autocast import real_constants
     from medckpt.memory.regions import find_regions
     from medckpt.memory.step import Step
     from medckpt.memory.trace import trace_step
@@ -300,15 +119,13 @@ def predict(case: Case, folder: Path) -> dict[str, Any]:
     image, loss = inputs_and_loss(case)
     began = time.perf_counter()
     step = Step(precision=case.precision, clip_norm=CLIP_NORM, rules=rules)  # type: ignore[arg-type]
-    with real_constants():
-        graph = trace_step(net, image, step, loss, recompute=find_regions(net, "all") if case.regions else ())
-    with _graph_file(case, folder).open("wb") as file:
+    graph = trace_step(net, image, step, loss, recompute=find_regions(net, "all") if case.policy == "all" else ())
+    with graph_file(case, folder).open("wb") as file:
         _Pickler(file).dump(graph)
-    found = {name: _figures(graph, profile) for name, profile in profiles.items()}
+    found = {name: figures(graph, profile) for name, profile in profiles.items()}
     return {
         "parameters": sum(parameter.numel() for parameter in net.parameters()),
         "forecast_seconds": round(time.perf_counter() - began, 2),
-        "unmodelled": graph.unmodelled,
         "predicted": found,
     }
 
@@ -329,27 +146,115 @@ def _operator(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-def _graph_file(case: Case, folder: Path) -> Path:
-    return folder / (re.sub(r"[^a-z0-9]+", "_", case.name.lower()) + ".pickle")
+def forecasts(todo: list[Case], folder: Path, context: Any, until: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the predictions by case, as many as are ready at `until`, and why others failed; on several cores."""
+    from concurrent.futures.process import BrokenProcessPool
+
+    from medckpt import machine, profiles
+
+    # A large network takes 3 GB here.
+    workers = max(1, min(len(todo), machine.cpu_count() - 1, profiles.ram_bytes() // 2**32, 8))
+    pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
+    under_way = {pool.submit(predict, case, folder): case.name for case in todo}
+    ready: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    try:
+        for future in concurrent.futures.as_completed(under_way, timeout=max(1.0, until - time.time())):
+            name, error = under_way[future], future.exception()
+            if error is None:
+                ready[name] = future.result()
+            elif not isinstance(error, BrokenProcessPool):  # killed for want of memory: the next call tries again
+                failed[name] = f"failed: forecast: {type(error).__name__}: {error}"
+            print(f"\rforecast {len(ready)} of {len(todo)} without the device", end="", file=sys.stderr)
+    except TimeoutError:
+        pass
+    print(file=sys.stderr)
+    pool.shutdown(wait=True, cancel_futures=True)
+    return ready, failed
 
 
-def _figures(graph: StepGraph, profile: MemoryProfile) -> dict[str, Any]:
-    """Returns a forecast as plain figures; allocated and reserved without the context, as torch counts them."""
-    from medckpt.memory.simulate import simulate
+def run_stage(context: Any, target: Callable[..., None], *arguments: Any, seconds: float) -> int | None:
+    """Runs a stage in a process of its own; returns its exit code, or None if it was not done in `seconds`."""
+    process = context.Process(target=target, args=arguments)
+    process.start()
+    process.join(seconds)
+    if process.is_alive():
+        process.terminate()
+        process.join(10)
+        return None
+    return process.exitcode
 
-    found = simulate(graph, profile)
-    low, high = profile.context_bytes
-    phases: dict[str, int] = {}
-    for moment in found.timeline:
-        phase = "backward" if moment.phase == "recompute" else moment.phase
-        phases[phase] = max(phases.get(phase, 0), moment.nbytes - found.parts["context"])
-    return {
-        "allocated_bytes": found.allocated_bytes,
-        "allocated_interval": [found.peak_interval[0] - low, found.peak_interval[1] - high],
-        "reserved_interval": [found.reserved_bytes[0] - low, found.reserved_bytes[1] - high],
-        "with_context": list(found.reserved_bytes),
-        "step_ms": found.step_ms,
-        "where": str(found.where),
-        "parts": found.parts,
-        "phases": phases,
-    }
+
+def run_all(options: argparse.Namespace, folder: Path, deadline: float) -> int:
+    """Runs the stages and writes JSON and page; returns the exit code."""
+    # A dry run forks: its modules are loaded already. A GPU wants processes that know nothing of one another.
+    context = multiprocessing.get_context("fork" if options.dry_run else "spawn")
+    if run_stage(context, find_device, folder, options.output, options.dry_run, options.fresh, seconds=180) != 0:
+        print("The device could not be measured: see above.", file=sys.stderr)
+        return 1
+    facts = json.loads((folder / "device.json").read_text())
+    path = options.output / f"gpu_{slug(facts['device'])}.json"
+    results = Results(path, facts, fresh=options.fresh)
+    results.write([])  # with --fresh, what is stored goes now
+    wanted = [case for case in (tiny_cases() if options.dry_run else cases()) if _named(case, options.only)]
+    todo = [case for case in wanted if not results.done(case.name)]
+    print(f"{facts['device']}: {len(todo)} of {len(wanted)} cases to run", flush=True)
+    if todo:
+        ready, failed = forecasts(todo, folder, context, time.time() + 0.35 * (deadline - time.time()))
+        for name, why in failed.items():
+            results.put(name, {"status": why})
+        names = [case.name for case in todo if case.name in ready]
+        while names and time.time() < deadline:
+            budget = deadline - time.time() + 60
+            code = run_stage(context, train, names, ready, folder, path, deadline, options.dry_run, seconds=budget)
+            results = Results(path, facts)
+            if code in (0, None):
+                break
+            for name in (name for name in names if results.rows.get(name, {}).get("status") == STARTED):
+                results.put(name, {**results.rows[name], "status": f"failed: its process ended with code {code}"})
+            names = [name for name in names if not results.done(name)]
+    results.write([case.name for case in wanted if not results.done(case.name)])
+    path.with_suffix(".md").write_text(markdown(json.loads(path.read_text())))
+    total = summary(list(results.rows.values()))
+    print(json.dumps(total, indent=1))
+    print(path)
+    return 1 if total["statuses"].get("failed") else 0
+
+
+def slug(device: str) -> str:
+    """Returns a device's name as a part of file names."""
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+
+
+def _named(case: Case, only: str | None) -> bool:
+    return only is None or only in case.name or fnmatch.fnmatch(case.name, only)
+
+
+def main() -> int:
+    began = time.time()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=8.0, help="stop after this time; the next call goes on")
+    parser.add_argument("--only", metavar="PATTERN", help="text in the name of a case, or a pattern: 'swin*96^3*all'")
+    parser.add_argument("--output", type=Path, help="folder for the results (default: results/ beside this script)")
+    parser.add_argument("--fresh", action="store_true", help="forget stored results")
+    parser.add_argument("--dry-run", action="store_true", help="tiny networks on the CPU, to try this script")
+    options = parser.parse_args()
+    import torch
+
+    if not options.dry_run and not torch.cuda.is_available():
+        why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch sees no GPU (nvidia-smi?)"
+        print(
+            f"benchmarks/gpu.py needs an NVIDIA GPU, and there is none: {why}. `--dry-run` tries the script on a CPU; "
+            "benchmarks/forecast.py compares on a CPU.",
+            file=sys.stderr,
+        )
+        return 2
+    with tempfile.TemporaryDirectory(prefix="medckpt_gpu_") as folder:
+        if options.output is None:
+            options.output = Path(tempfile.mkdtemp(prefix="medckpt_dry_run_")) if options.dry_run else HERE / "results"
+        options.output.mkdir(parents=True, exist_ok=True)
+        return run_all(options, Path(folder), began + 60 * options.minutes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,66 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from medckpt.errors import ConfigError, MedckptError, suggest
+from medckpt.help import HELP, RECIPES, TOP
 
 INTERRUPTED = 130
-
-TOP = """\
-medckpt trains 3D segmentation networks on CT and MR, from DICOM or NIfTI to Dice and back.
-
-  medckpt train recipe=swin_ct                        train on the built-in phantom CT (no data needed)
-  medckpt train recipe=swin_mr data=/data/hippocampus train on your own data
-  medckpt predict run=RUN input=SCAN output=FOLDER    segment a NIfTI file, a DICOM series or a folder of them
-  medckpt evaluate run=RUN data=/data/other           score a trained run
-  medckpt recipes                                     list, show and copy the recipes
-
-Every setting is a word `key=value`: trainer.max_steps=500 sampler.patch_size=[96,96,96] precision=bf16-mixed.
-`medckpt VERB --help` says more about each verb; --version prints the version.
-"""
-
-TRAIN = """\
-medckpt train recipe=NAME [key=value ...]     train, evaluate, report
-medckpt train resume=RUN [key=value ...]      go on with a run that was interrupted
-
-Data      data=PATH         an nnU-Net or MSD folder (dataset.json), PATIENT/ folders with a DICOM series and a
-                            NIfTI label, or images/ + labels/; without it the recipe's own (swin_ct: a phantom)
-          data.spacing_mm=[1,1,2]   data.validation=0.2 | 5 | [name,name]
-Memory    activation_ckpt=none|block|all   precision=auto|32|bf16-mixed|16-mixed   memory=auto|cpu
-Size      sampler.patch_size=[96,96,96]    sampler.patches_per_step=4   trainer.accumulate=2
-Length    trainer.max_steps=25000          trainer.max_minutes=10
-Network   model=swin_unetr|unetr           model.feature_size=48
-Output    output=FOLDER     the run folder is made in it (default: runs)
-
-Hydra's own flags work too: --cfg job prints the whole configuration, -m sweeps (seed=0,1,2), --info.
---json prints metrics.json at the end and nothing else on standard output.
-"""
-
-PREDICT = """\
-medckpt predict run=RUN input=PATH output=PATH [weights=best|last|FILE]
-
-input   a NIfTI, NRRD or MHA file, a DICOM series folder, or a folder of either; several channels of one scan are
-        files CASE_0000.nii.gz, CASE_0001.nii.gz in a folder
-output  a folder, or for one scan a file name that ends in .nii.gz
-The label maps lie on the scans' own grids: same shape, same affine. --json prints the files written.
-"""
-
-EVALUATE = """\
-medckpt evaluate run=RUN [data=PATH] [output=FOLDER] [weights=best|last|FILE]
-
-Scores the run on its own validation cases, or on every labelled case of another data set. Dice per class, mean and
-95 % surface distance in mm, on the scans' own grids. Writes evaluation.json and label maps; --json prints it.
-"""
-
-RECIPES = """\
-medckpt recipes                     list the recipes
-medckpt recipes show NAME           print one, as the file is
-medckpt recipes copy NAME FILE      copy one to change it; then: medckpt train recipe=./FILE
-"""
-
-HELP = {"train": TRAIN, "predict": PREDICT, "evaluate": EVALUATE, "recipes": RECIPES}
+DOES_NOT_FIT = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0 done, 1 our fault, 2 bad input, 130 interrupted."""
+    """Runs one command; returns its exit code: 0 done, 1 our fault, 2 bad input, 3 does not fit, 130 interrupted."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter of a path is no reason to stop
             stream.reconfigure(errors="replace")
@@ -92,9 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb, *rest = words
     verbs: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
+        "plan": _plan,
         "predict": _predict,
         "evaluate": _evaluate,
         "recipes": _recipes,
+        "profile": _profile,
     }
     try:
         if verb not in verbs:
@@ -229,6 +179,66 @@ def _run_training(config: Any, resume: Path | None, as_json: bool) -> tuple[int,
     if as_json:
         print(json.dumps(trained.metrics | {"folder": str(trained.folder)}))
     return 0, trained.metrics["dice_mean"]
+
+
+def _plan(words: list[str]) -> int:
+    as_json = _take_flag(words, "--json")
+    own, settings = {}, []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and key in ("recipe", "channels", "classes", "sides", "output"):
+            own[key] = value
+        elif word.startswith("-"):
+            raise ConfigError(f"{word}: not understood.\nSee medckpt plan --help.")
+        else:
+            settings.append(word)
+    if "recipe" not in own:
+        from medckpt.search_path import recipe_names
+
+        raise ConfigError(f"say which recipe: medckpt plan recipe=NAME. {suggest('', recipe_names())}")
+    from medckpt import console, run
+
+    console.speak_on(stderr=as_json)
+    planned = run.plan(
+        own["recipe"],
+        settings,
+        channels=_whole(own, "channels"),
+        classes=_whole(own, "classes"),
+        sides=_sides(own.get("sides")),
+        output=Path(own.get("output", "plans")),
+    )
+    if as_json:
+        print(json.dumps(planned.to_dict()))
+    return 0 if planned.chosen.fits != "no" else DOES_NOT_FIT
+
+
+def _whole(keys: dict[str, str], key: str) -> int | None:
+    if key not in keys:
+        return None
+    if not keys[key].isdigit() or int(keys[key]) < 1:
+        raise ConfigError(f"{key}={keys[key]}: must be a whole number, 1 or more.")
+    return int(keys[key])
+
+
+def _sides(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    words = [word for word in text.strip("[]").replace(" ", "").split(",") if word]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise ConfigError(f"sides={text}: must be whole numbers, for example sides=[64,96,128].")
+    return tuple(map(int, words))
+
+
+def _profile(words: list[str]) -> int:
+    as_json = _take_flag(words, "--json")
+    keys = _read_keys("profile", words, required=(), optional=("output",))
+    from medckpt import console, run, typed
+
+    console.speak_on(stderr=as_json)
+    profile = run.profile(Path(keys["output"]) if "output" in keys else None)
+    if as_json:
+        print(json.dumps(typed.to_plain(profile)))
+    return 0
 
 
 def _predict(words: list[str]) -> int:

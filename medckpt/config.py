@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from medckpt import search_path, typed
+from medckpt import profiles, search_path, typed
 from medckpt.blocks import (
     DataConfig,
     LossConfig,
@@ -73,11 +73,14 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     return compose_here(recipe, overrides).config
 
 
-def compose_here(recipe: str, overrides: Sequence[str] = ()) -> Composed:
-    """Like `compose`, and says what was scaled for this machine."""
+def compose_here(recipe: str, overrides: Sequence[str] = (), *, elsewhere: bool = False) -> Composed:
+    """Like `compose`, and says what was scaled for this machine.
+
+    With `elsewhere` the device that `memory` names need not be here: the recipe is fitted to that device.
+    """
     words = normalize(overrides)
     plain = compose_plain(recipe, words)
-    device = resolve_device(plain)
+    device = resolve_device(plain, elsewhere=elsewhere)
     on_cpu = _on_cpu(plain) if device == "cpu" else []
     if not on_cpu:
         return Composed(config=from_plain(plain), device=device, scaled={})
@@ -128,7 +131,17 @@ def normalize(words: Sequence[str]) -> list[str]:
         ConfigError: not `key=value`, a block that is deleted or set to what is no choice, or `data=NAME` where NAME
             is both a choice and a folder here.
     """
-    return [_normalize(word) for word in words]
+    return [normal for word in words for normal in (_profile_words(word) or [_normalize(word)])]
+
+
+def _profile_words(word: str) -> list[str]:
+    """Returns what `memory=FILE.yaml` stands for: a word for each figure in the file; none for any other word."""
+    key, _, value = word.partition("=")
+    if key != "memory" or not (value.endswith((".yaml", ".yml")) or "/" in value):
+        return []
+    profile = profiles.read_profile(Path(value))
+    figures = {k: v for k, v in typed.to_plain(profile).items() if k not in ("sources", "workspaces")}
+    return ["memory=auto", *(f"++memory.{k}={_literal(v)}" for k, v in figures.items())]
 
 
 def _normalize(word: str) -> str:
@@ -189,18 +202,24 @@ def _quote(value: str) -> str:
     return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'") + "'"
 
 
-def resolve_device(plain: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
-    """Returns where a composed recipe will run: what `memory.device` says, or what this machine has."""
-    wanted = (plain.get("memory") or {}).get("device", "auto")
-    if wanted == "cpu":
-        return "cpu"
+def resolve_device(plain: Mapping[str, Any], *, elsewhere: bool = False) -> Literal["cpu", "cuda"]:
+    """Returns where a composed recipe will run: what `memory.device` says, or what this machine has.
+
+    Raises:
+        ConfigError: a GPU is asked for and there is none, unless `elsewhere` says that it need not be here.
+    """
+    memory = plain.get("memory") or {}
+    wanted = memory.get("device", "auto")
+    if wanted == "cpu" or (wanted == "cuda" and elsewhere):
+        return "cpu" if wanted == "cpu" else "cuda"
     import torch
 
     if torch.cuda.is_available():
         return "cuda"
     if wanted == "cuda":
         raise ConfigError(
-            "memory.device=cuda: torch sees no CUDA GPU here. Leave memory=auto, or install a CUDA build."
+            f"memory={memory.get('name', 'cuda')}: this is a CUDA device and torch sees none here. Train with "
+            "memory=auto (or install a CUDA build); `medckpt plan` forecasts a step for devices that are elsewhere."
         )
     return "cpu"
 

@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from medckpt.datasets.layouts import Case, Dataset
+    from medckpt.forecasting import Forecast
+    from medckpt.memory.profile import MemoryProfile
+    from medckpt.planner import StepPlan
     from medckpt.training.module import SegmentationModule
     from medckpt.training.state import Progress as RunProgress
+
+GIB = 2**30
 
 # Under DDP the first process speaks for all.
 OUT = Console(highlight=False, soft_wrap=True, quiet=machine.rank() > 0)
@@ -155,11 +160,11 @@ def summary(metrics: dict[str, Any], memory: dict[str, Any], report: Path, *, sh
     """
     OUT.print()
     scores(metrics)
-    gib = memory["measured_peak_bytes"] / 2**30
+    gib = memory["process_peak_bytes"] / GIB
     OUT.print(
         f"\n[bold]mean Dice {_number(metrics['dice_mean'], 3)}[/] on {len(metrics['cases'])} cases that were never "
         f"trained on; {metrics['steps']} steps in {metrics['minutes']:.1f} min, peak {gib:.1f} GiB "
-        f"({memory['measure']})."
+        f"({memory['process_measure']})."
     )
     if share < 0.99:
         OUT.print(
@@ -168,6 +173,109 @@ def summary(metrics: dict[str, Any], memory: dict[str, Any], report: Path, *, sh
         )
     folder = escape(str(report.parent))
     OUT.print(f"Report:  {escape(str(report))}\nPredict: medckpt predict run={folder} input=SCAN output=FOLDER")
+
+
+def foreseen(forecast: Forecast) -> None:
+    """Says in one line what a step is going to take."""
+    low, high = (nbytes / GIB for nbytes in forecast.peak_interval)
+    spread = "" if high - low < 0.005 else f" ({low:.2f} to {high:.2f})"
+    time = "" if forecast.step_ms is None else f", about {forecast.step_ms:.0f} ms per step"
+    capacity = forecast.profile.capacity_bytes
+    holds = "" if capacity is None else f" of {capacity / GIB:.1f} GiB: {_FITS[forecast.fits]}"
+    OUT.print(
+        f"[bold]Forecast:[/] peak {forecast.peak_bytes / GIB:.2f} GiB{spread}{holds}{time}; in the {forecast.where}."
+    )
+
+
+def measured(predicted: int, found: int) -> None:
+    """Says in one line what the first full step took."""
+    error = 100 * (predicted / found - 1)
+    OUT.print(
+        f"[bold]Measured:[/] peak {found / GIB:.2f} GiB in the first full step; the forecast is {error:+.1f} % off."
+    )
+
+
+def planned(plan: StepPlan, picture: Path) -> None:
+    """Prints the one screen of a plan: the table, the recipe's own step part by part, what to do next."""
+    config, profile = plan.config, plan.profile
+    capacity = "" if profile.capacity_bytes is None else f", {profile.capacity_bytes / GIB:.2f} GiB"
+    assumed = " (assumed; data=PATH or channels= and classes= say otherwise)" if plan.task.assumed else ""
+    OUT.print(
+        f"[bold]{escape(profile.title or profile.name)}[/]{capacity}. Recipe {config.recipe}: {config.model.name}, "
+        f"{plan.task.channels} channel(s), {plan.task.classes} classes{assumed}, {plan.precision}, "
+        f"{config.trainer.accumulate} pass(es) per step."
+    )
+    OUT.print(_plan_table(plan))
+    OUT.print("Peak GiB and ms per step; [green]fits[/], [yellow]? may not (scratch memory)[/], [red]x does not[/].\n")
+    patch = "x".join(map(str, config.sampler.patch_size))
+    OUT.print(
+        f"[bold]The recipe as it is:[/] {config.sampler.patches_per_step} patches of {patch}, "
+        f"activation_ckpt={config.activation_ckpt}"
+    )
+    OUT.print(escape(str(plan.chosen)))
+    holders = ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in plan.chosen.explanation.holders[:6])
+    OUT.print(f"held at the peak by (GiB): {escape(holders)}")
+    OUT.print(f"Picture: {escape(str(picture))}\n{_advice(plan)}")
+
+
+def profiled(profile: MemoryProfile, path: Path) -> None:
+    """Says what was measured of this machine, and how to use it."""
+    rates = {
+        "memory": (profile.bandwidth_gb_s, "GB/s"),
+        "float32": (profile.fp32_tflops, "TFLOP/s"),
+        "TF32": (profile.tf32_tflops, "TFLOP/s"),
+        "bf16": (profile.bf16_tflops, "TFLOP/s"),
+        "fp16": (profile.fp16_tflops, "TFLOP/s"),
+        "host link": (profile.host_link_gb_s, "GB/s"),
+    }
+    listed = ", ".join(f"{name} {value:.3g} {unit}" for name, (value, unit) in rates.items() if value is not None)
+    OUT.print(
+        f"[bold]{escape(profile.title)}[/]: {listed}; convolutions reach {profile.conv_share:.0%}, linear layers "
+        f"{profile.matmul_share:.0%} of the matrix rate.\n{escape(str(path))}\n"
+        f"Use it: medckpt plan recipe=swin_ct memory={escape(str(path if path.is_absolute() else f'./{path}'))}"
+    )
+
+
+_FITS = {"yes": "fits", "no": "does not fit", "unsure": "may not fit", "unknown": ""}
+_MARKS = {"yes": ("green", ""), "no": ("red", " x"), "unsure": ("yellow", " ?"), "unknown": ("default", "")}
+
+
+def _plan_table(plan: StepPlan) -> Table:
+    batches = sorted({cell.patches_per_step for cell in plan.cells})
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("patch")
+    table.add_column("recompute")
+    for batch in batches:
+        table.add_column(f"{batch} per step", justify="right")
+    rows: dict[tuple[Any, str], list[str]] = {}
+    for cell in plan.cells:
+        colour, mark = _MARKS[cell.fits]
+        time = "" if cell.step_ms is None else f" {_milliseconds(cell.step_ms)}"
+        row = rows.setdefault((cell.patch_size, cell.activation_ckpt), [])
+        row.append(f"[{colour}]{cell.peak_bytes / GIB:.1f}{time}{mark}[/]")
+    for (patch, policy), words in rows.items():
+        table.add_row("x".join(map(str, patch)), policy, *words)
+    return table
+
+
+def _milliseconds(ms: float) -> str:
+    return f"{ms / 1000:.1f} s" if ms >= 1000 else f"{ms:.0f} ms"
+
+
+def _advice(plan: StepPlan) -> str:
+    """Says what to type next: the recipe if it fits, else the largest step of the same patch that does."""
+    config, profile = plan.config, plan.profile
+    words = f"medckpt train recipe={config.recipe}"
+    if plan.chosen.fits in ("yes", "unknown"):
+        return f"Next:    {words} on that machine"
+    same = [cell for cell in plan.cells if cell.patch_size == config.sampler.patch_size and cell.fits == "yes"]
+    if not same:
+        return f"Next:    nothing of this patch surely fits in {profile.name}; take a smaller sampler.patch_size."
+    best = max(same, key=lambda cell: (cell.patches_per_step, cell.activation_ckpt == "none"))
+    return (
+        f"Next:    {words} sampler.patches_per_step={best.patches_per_step} activation_ckpt={best.activation_ckpt} "
+        "is the largest step of this patch that surely fits."
+    )
 
 
 def predicted(files: Sequence[Path], labels: dict[str, int]) -> None:

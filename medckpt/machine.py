@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import json
 import os
 import platform
 import resource
@@ -71,23 +70,16 @@ def environment(machine: dict[str, Any]) -> dict[str, Any]:
     return {"python": platform.python_version(), "platform": platform.platform(), "packages": versions, **machine}
 
 
-def peak_bytes(device: str, before: Path) -> dict[str, Any]:
-    """Returns the highest memory use of the run, and what was measured, for memory.json.
-
-    `before` is the memory.json of a run that was resumed, whose peak may have been the higher one.
-    """
-    now = _peak_bytes(device)
-    if not before.is_file():
-        return now
-    earlier: dict[str, Any] = json.loads(before.read_text())
-    return max(now, earlier, key=lambda memory: memory["measured_peak_bytes"])
-
-
-def _peak_bytes(device: str) -> dict[str, Any]:
+def process_peak(device: str) -> dict[str, Any]:
+    """Returns the highest memory use of this process so far, and what was measured, for memory.json."""
     if device == "cuda":
         import torch
 
-        return {"measured_peak_bytes": torch.cuda.max_memory_allocated(), "measure": "torch.cuda.max_memory_allocated"}
+        reserved = torch.cuda.max_memory_reserved()
+        return {
+            "process_peak_bytes": reserved,
+            "process_measure": "torch.cuda.max_memory_reserved since the first step",
+        }
     unit = 1 if sys.platform == "darwin" else 1024
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"measured_peak_bytes": rss, "measure": "largest resident set of the process"}
+    return {"process_peak_bytes": rss, "process_measure": "largest resident set of the process"}

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from medckpt import console, machine, run_folder, typed
-from medckpt.config import RunConfig, resolve_device
+from medckpt import console, machine, planner, run_folder, typed
+from medckpt.config import RunConfig, compose_here, resolve_device
 from medckpt.datasets import phantom
 from medckpt.datasets.layouts import Case, Dataset, open_dataset
 from medckpt.datasets.prepare import PreparedCase, median_spacing, prepare, read_case_label
 from medckpt.datasets.reading import write_label
 from medckpt.datasets.split import split_patients
-from medckpt.errors import ConfigError
+from medckpt.errors import ConfigError, MedckptError
 from medckpt.files import write_json
 from medckpt.geometry import canonical_grid, resample
 from medckpt.inference.inputs import check_targets, find_inputs
 from medckpt.inference.predict import Predictor
 from medckpt.memory.apply import apply_recompute
+from medckpt.memory.profile import MemoryProfile
 from medckpt.memory.regions import find_regions
 from medckpt.models.build import build_model
+from medckpt.profiles import load_profile, profile_machine
 from medckpt.report.curves import draw_curves
 from medckpt.report.html import write_report
 from medckpt.report.overlay import draw_overlay
 from medckpt.training import state
+from medckpt.training.first_step import CPU_MEASURE, CUDA_MEASURE
 from medckpt.training.fit import fit
 from medckpt.training.metrics import CaseScore, score_case, summarize
+from medckpt.training.precision import Device, keep_thin_convolutions_exact, resolve_precision
 
 log = logging.getLogger("medckpt")
 
@@ -73,9 +78,10 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
     console.data(dataset, config, training, validation)
     prepared_training = _prepare(training, dataset, config, "training cases")
     prepared_validation = _prepare(validation, dataset, config, "validation cases")
-    network = make_network(config, dataset)
+    network = make_network(config, dataset, device)
     folder = resume or run_folder.make(config, dataset, training, validation, facts)
     console.start(folder, config, device, network)
+    note_peak = _foresee_step(config, dataset, network, folder, device)
     with console.training(config) as report:
         fitted = fit(
             network,
@@ -86,6 +92,7 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
             device=device,
             folder=folder,
             report=report,
+            on_peak=note_peak,
         )
     if fitted.interrupted:
         console.interrupted(folder, fitted.progress)
@@ -103,6 +110,35 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
     return _write_results(folder, config, scores, fitted.progress, command)
 
 
+def _foresee_step(
+    config: RunConfig, dataset: Dataset, network: torch.nn.Module, folder: Path, device: Device
+) -> Callable[[int], None] | None:
+    """Prints and notes the forecast of a step; returns what prints and notes the measured peak beside it."""
+    if machine.rank() > 0:
+        return None
+    task = planner.Task(channels=len(dataset.channel_names), classes=len(dataset.labels))
+    profile = load_profile(config.memory)
+    predicted: int | None = None
+    try:
+        forecast = planner.forecast_run(config, profile, task, network)
+    except MedckptError as error:  # a run does not hang on its forecast
+        log.warning("No forecast of memory: %s", error)
+    else:
+        console.foreseen(forecast)
+        forecast.plot(folder / "memory_timeline.png")
+        # The device's context is no part of what the allocator will have measured.
+        predicted = forecast.allocated_bytes
+        run_folder.note_memory(folder, {"predicted_peak_bytes": predicted, "forecast": forecast.to_dict()})
+
+    def note_peak(found: int) -> None:
+        if predicted is not None:
+            console.measured(predicted, found)
+        measure = CUDA_MEASURE if device == "cuda" else CPU_MEASURE
+        run_folder.note_memory(folder, {"measured_peak_bytes": found, "measure": measure})
+
+    return note_peak
+
+
 def _write_results(
     folder: Path, config: RunConfig, scores: list[CaseScore], progress: state.Progress, command: str
 ) -> Trained:
@@ -117,12 +153,56 @@ def _write_results(
         "command": command,
     }
     write_json(folder / "metrics.json", metrics)
-    memory = machine.peak_bytes(resolve_device(typed.to_plain(config)), folder / "memory.json")
-    write_json(folder / "memory.json", memory)
+    memory = run_folder.note_memory(folder, machine.process_peak(resolve_device(typed.to_plain(config))))
     draw_curves(folder / "metrics.csv", folder / "curves.png")
     report_file = write_report(folder)
     console.summary(metrics, memory, report_file, share=progress.step / config.trainer.max_steps)
     return Trained(folder=folder, metrics=metrics)
+
+
+def plan(
+    recipe: str,
+    overrides: Sequence[str] = (),
+    *,
+    channels: int | None = None,
+    classes: int | None = None,
+    sides: Sequence[int] | None = None,
+    output: Path = Path("plans"),
+) -> planner.StepPlan:
+    """Forecasts a recipe's training step on a device that need not be here, prints it, and leaves picture and JSON.
+
+    Args:
+        recipe: name or path.
+        overrides: `key=value` words; `memory=` names the device, `data=` is read for channels and classes only.
+        channels: of a scan; None takes the data's, or 1.
+        classes: background included; None takes the data's, or 14.
+        sides: of the cubes in the table; None takes the usual ones.
+        output: folder of the plan's own folder, which is named by recipe and device and replaced.
+
+    Raises:
+        ConfigError: as `compose`; a device or precision that is not known; a network that cannot be traced.
+    """
+    composed = compose_here(recipe, [*_open_data_path(recipe, overrides), *overrides], elsewhere=True)
+    config = composed.config
+    profile = load_profile(config.memory)
+    console.scaled(recipe, composed.scaled)
+    task = _task(config, channels, classes)
+    sides = planner.SIDES if sides is None else sides
+    with console.bar("trace", planner.traces_of(config, sides)) as advance:
+        found = planner.plan(config, profile, task, sides=sides, advance=advance)
+    folder = output / f"{config.recipe}-{profile.name}"
+    found.chosen.plot(folder / "memory_timeline.png")
+    write_json(folder / "plan.json", found.to_dict())
+    console.planned(found, folder / "memory_timeline.png")
+    return found
+
+
+def profile(output: Path | None = None) -> MemoryProfile:
+    """Measures this machine and writes a memory profile of it; see `medckpt.profiles.profile_machine`."""
+    with console.bar("measure", None) as advance:
+        measured, path = profile_machine(output, lambda what, done, total: advance())
+    console.profiled(measured, path)
+    return measured
 
 
 def predict(run: str | Path, input_path: str | Path, output: str | Path, *, weights: str = "best") -> list[Path]:
@@ -211,7 +291,23 @@ def open_data(config: RunConfig) -> Dataset:
         return open_dataset(phantom.make_phantom(phantom.phantom_folder(), progress=lambda done, total: advance()))
 
 
-def make_network(config: RunConfig, dataset: Dataset) -> torch.nn.Module:
+def _open_data_path(recipe: str, overrides: Sequence[str]) -> list[str]:
+    """Returns the word that fills in a data path that a recipe leaves open: a plan does without data."""
+    return ["data.path=none"] if not any(w.startswith(("data=", "data.path=")) for w in overrides) else []
+
+
+def _task(config: RunConfig, channels: int | None, classes: int | None) -> planner.Task:
+    """Returns what is asked for, else what the data say, else one channel and 14 classes (as in BTCV)."""
+    if config.data.path == "none":
+        assumed = channels is None or classes is None
+        return planner.Task(channels=channels or 1, classes=classes or 14, assumed=assumed)
+    if config.data.path == "phantom":
+        return planner.Task(channels=channels or 1, classes=classes or len(phantom.PHANTOM_LABELS))
+    dataset = open_data(config)
+    return planner.Task(channels=channels or len(dataset.channel_names), classes=classes or len(dataset.labels))
+
+
+def make_network(config: RunConfig, dataset: Dataset, device: Device) -> torch.nn.Module:
     """Builds the network from the seed, with recompute applied as `activation_ckpt` says."""
     torch.manual_seed(config.seed)
     network = build_model(
@@ -220,6 +316,8 @@ def make_network(config: RunConfig, dataset: Dataset) -> torch.nn.Module:
         out_channels=len(dataset.labels),
         patch=config.sampler.patch_size,
     )
+    if device == "cpu" and resolve_precision(config.precision, device) == "bf16-mixed":
+        keep_thin_convolutions_exact(network)
     return apply_recompute(network, find_regions(network, config.activation_ckpt))
 
 

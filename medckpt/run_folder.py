@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -44,6 +45,18 @@ def make(config: RunConfig, dataset: Dataset, training: Cases, validation: Cases
     write_json(folder / "split.json", names)
     write_json(folder / "environment.json", machine.environment(facts) | {"command": " ".join(sys.argv)})
     return folder
+
+
+def note_memory(run: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Puts `facts` into memory.json and returns all of it; the higher process peak of a resumed run stays."""
+    file = run / "memory.json"
+    memory: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    if memory.get("process_peak_bytes", 0) > facts.get("process_peak_bytes", math.inf):
+        facts = {key: value for key, value in facts.items() if not key.startswith("process_")}
+    memory |= facts
+    if machine.rank() == 0:
+        write_json(file, memory)
+    return memory
 
 
 def save_config(run: Path, config: RunConfig) -> None:

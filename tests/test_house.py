@@ -15,7 +15,7 @@ FILES = sorted((ROOT / "medckpt").rglob("*.py"))
 
 # Who may import whom: a room may use those of its own floor and of the floors below.
 FLOORS = [
-    {"errors", "files", "geometry", "typed"},
+    {"errors", "files", "geometry", "typed", "help"},
     {"memory"},
     {"blocks", "search_path", "machine", "profiles"},
     {"config"},

@@ -17,8 +17,12 @@ from medckpt.memory.simulate import Moment, Simulation, storage_sizes
 SAMPLES = 600
 """Moments of a step that a picture shows, at most twice as many."""
 
-KINDS = ("context", "parameters", "optimizer", "averages", "inputs", "weight casts", "gradients", "scratch")
-"""Holders that are no part of the model's computation. Every other holder is a part of it, by its module's name."""
+KINDS = (
+    "context", "parameters", "optimizer", "averages", "inputs", "weight casts", "gradients", "optimizer step",
+    "scratch",
+)  # fmt: skip
+"""Holders that are no part of the model; `optimizer step` is what clipping, optimizer and averages make in passing.
+Every other holder is a part of the model, by its module's name, or the loss."""
 
 ITSELF = "the model itself"
 """Holder of what the model makes outside of its submodules."""
@@ -27,9 +31,9 @@ OUTSIDE = ("", "loss")
 REST = "small parts"
 """Holder of what parts of the model make that never reach `NAMED`."""
 LARGE = 0.25
-"""A part of the model that holds a larger share of the peak than this is split into its own parts."""
-NAMED = 0.01
-"""A part has a name of its own if at some moment it holds this share of the peak, one from a split at the peak."""
+"""A part of the model that holds a larger share of the tensors at the peak than this is split into its own parts."""
+NAMED = 0.03
+"""A part has a name of its own if at some moment it holds this share of that; one from a split, at the peak."""
 MOST = 6
 """No split makes more named parts than this: then they are alike (the blocks of a transformer), or too many to read."""
 Row = npt.NDArray[np.int64]
@@ -39,9 +43,10 @@ Row = npt.NDArray[np.int64]
 class Explanation:
     """Memory over a step, split by who holds it."""
 
+    ops: tuple[int, ...]
+    """The moments: indices of operators of the step, rising."""
     ms: tuple[float, ...]
-    """The moments: milliseconds since the step began, at an operator's end (operator numbers where times are not
-    known), rising."""
+    """Milliseconds since the step began at the end of each (operator numbers where times are not known)."""
     bands: dict[str, tuple[int, ...]]
     """Holder -> bytes at each moment, never below 0; at each moment their sum is the memory held while that operator
     runs. Largest at the peak first. The holders are those of `KINDS` and parts of the model."""
@@ -68,16 +73,18 @@ def explain(graph: StepGraph, simulation: Simulation, profile: MemoryProfile) ->
     kept = _sampled(simulation.timeline, top)
     at = bisect_left(kept, top)
     kinds, regions = _rows(graph, storage_sizes(graph, profile), kept)
-    holder_of = divide(regions, at, totals[top])
+    parts = simulation.parts
+    holder_of = divide(regions, at, simulation.peak_bytes - parts["context"] - parts["workspace"])
     bands: dict[str, Row] = defaultdict(lambda: np.zeros(len(kept), np.int64)) | kinds
     for region, row in regions.items():
         bands[holder_of[region]] = bands[holder_of[region]] + row
-    bands["context"] = np.full(len(kept), simulation.parts["context"], np.int64)
+    bands["context"] = np.full(len(kept), parts["context"], np.int64)
     # The simulation counts an operator that makes nothing after what it frees: there the difference can be negative.
     held = np.array([totals[index] for index in kept], np.int64)
     bands["scratch"] = np.maximum(held - sum(bands.values()), 0)
     ordered = sorted((name for name, row in bands.items() if row.any()), key=lambda name: (-bands[name][at], name))
     return Explanation(
+        ops=tuple(kept),
         ms=tuple(simulation.timeline[index].ms for index in kept),
         bands={name: tuple(bands[name].tolist()) for name in ordered},
         phases=tuple(simulation.timeline[index].phase for index in kept),
@@ -100,7 +107,7 @@ def divide(regions: Mapping[str, Row], at: int, peak_bytes: int) -> dict[str, st
         regions: qualified name of a module ("" for the model) -> bytes of what it made, without its submodules, at each
             moment.
         at: index of the peak's moment.
-        peak_bytes: the peak, which shares refer to.
+        peak_bytes: what all tensors together hold at the peak, which shares refer to.
     """
     inside = {region: row for region, row in regions.items() if region not in OUTSIDE}
     holder_of = {region: region for region in regions if region in OUTSIDE}
@@ -148,11 +155,18 @@ def _rows(graph: StepGraph, sizes: list[int], kept: list[int]) -> tuple[dict[str
     for storage, size in zip(graph.storages, sizes, strict=True):
         first, last = _span(storage, kept)
         if first < last:
-            row = regions[storage.region] if storage.kind == "activations" else kinds[storage.kind.replace("_", " ")]
+            row = regions[storage.region] if (kind := _kind(storage)) is None else kinds[kind]
             row[first] += size
             row[last] -= size
     kinds, regions = ({name: row.cumsum()[:-1] for name, row in rows.items()} for rows in (kinds, regions))
     return kinds, regions
+
+
+def _kind(storage: Storage) -> str | None:
+    """Returns which of `KINDS` holds it; None if it is a region."""
+    if storage.kind != "activations":
+        return storage.kind.replace("_", " ")
+    return "optimizer step" if storage.phase in ("clip", "optimizer", "average") else None
 
 
 def _span(storage: Storage, kept: list[int]) -> tuple[int, int]:
@@ -164,13 +178,11 @@ def _span(storage: Storage, kept: list[int]) -> tuple[int, int]:
 def _sampled(timeline: tuple[Moment, ...], top: int) -> list[int]:
     """Returns rising operator indices: the highest of each stretch of time, so that no spike is lost, and the peak.
 
-    A last operator of each phase is kept, too, so that short phases are there.
+    A stretch ends where a phase does, so that short phases are there.
     """
-    highest: dict[tuple[int, str], int] = {}
     column = max(timeline[-1].ms, 1e-9) / SAMPLES
-    run, phase = 0, timeline[0].phase
+    highest: dict[tuple[int, str], int] = {}
     for index, moment in enumerate(timeline):
-        run, phase = (run, phase) if moment.phase == phase else (run + 1, moment.phase)
         key = (min(int(moment.ms / column), SAMPLES - 1), moment.phase)
         if key not in highest or moment.nbytes > timeline[highest[key]].nbytes:
             highest[key] = index

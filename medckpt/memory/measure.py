@@ -8,10 +8,11 @@ counts with its inputs, which is what it keeps.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -70,27 +71,51 @@ def saved_bytes(model: nn.Module, *inputs: object, precision: Precision = "fp32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocations:
-    """Bytes that some code took from torch's allocator, over what was there when it began."""
+    """Bytes that some code took from torch's CPU allocator, over what was there when it began."""
 
     peak: int
     end: int
-    """What it left allocated."""
+    """What it left allocated; below 0 if it freed more than it took."""
+
+
+class AllocationRecorder:
+    """Records the CPU allocator's own events, by `torch.profiler`, from `start` to `stop`.
+
+    It slows down what runs meanwhile. On a GPU ask `torch.cuda.max_memory_allocated`.
+    """
+
+    def __init__(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell standard error that it starts and stops
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+    def start(self) -> None:
+        self._profiler.start()
+
+    def stop(self) -> Allocations:
+        self._profiler.stop()
+        results: Any = self._profiler.profiler.kineto_results
+        changes = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
+        now = peak = 0
+        for _, nbytes in sorted(changes, key=lambda change: change[0]):
+            now += nbytes
+            peak = max(peak, now)
+        return Allocations(peak=peak, end=now)
 
 
 def allocations(code: Callable[[], object]) -> Allocations:
-    """Runs `code` on the CPU and returns what it allocated, by the allocator's own events.
-
-    The events come from `torch.profiler`, which costs time; on a GPU ask `torch.cuda.max_memory_allocated`.
-    """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    """Runs `code` on the CPU and returns what it allocated."""
+    recorder = AllocationRecorder()
+    recorder.start()
+    try:
         code()
-    results = profiler.profiler.kineto_results
-    changes = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for _, nbytes in sorted(changes, key=lambda change: change[0]):
-        now += nbytes
-        peak = max(peak, now)
-    return Allocations(peak=peak, end=now)
+    finally:
+        found = recorder.stop()
+    return found
+
+
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes of the storages of `tensors`, each counted once."""
+    return sum({_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

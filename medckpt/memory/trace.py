@@ -55,9 +55,16 @@ def trace_step(
     recorder = _Recorder(StepGraph(rules=step.rules), net)
     for kind, tensors in runner.held().items():
         recorder.hold(kind, [t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in tensors])
-    with _no_collection(), _clear_errors(recorder), _calls_watched(net, recorder), mode, _device_rules(step), recorder:
-        with real_constants():
-            runner.run(recorder.begin)
+    with (
+        _no_collection(),
+        _clear_errors(recorder),
+        _calls_watched(net, recorder),
+        _device_rules(step),
+        mode,
+        real_constants(),
+        recorder,
+    ):
+        runner.run(recorder.begin)
     recorder.mark("gradients", runner.gradients())
     recorder.references.clear()  # what is freed from here on is not the step's
     return recorder.graph

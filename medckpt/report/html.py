@@ -76,7 +76,8 @@ def write_report(run_folder: Path) -> Path:
     """Writes `report.html` into a run folder and returns its path.
 
     Everything is optional: config.yaml, metrics.json, environment.json, memory.json, split.json, curves.png and
-    overlays/*.png are shown where they exist, and a plain sentence stands where they do not. Pictures are embedded.
+    overlays/*.png are shown where they exist, and a plain sentence stands where they do not; memory_timeline.png is
+    shown where it exists. Pictures are embedded.
 
     Raises:
         DataError: The folder does not exist, or one of its JSON files cannot be read.
@@ -90,7 +91,7 @@ def write_report(run_folder: Path) -> Path:
         _section("Learning curves", _picture(run_folder / "curves.png", "Loss, learning rate and validation Dice")),
         _section("Pictures", _overlays(run_folder / "overlays")),
         _section("Cases", _case_table(metrics)),
-        _section("Memory", _memory(_read_json(run_folder / "memory.json"))),
+        _section("Memory", _memory(run_folder)),
         _section("Use this run", _commands(run_folder, metrics)),
         _section("How it was made", _provenance(run_folder)),
     ]
@@ -196,17 +197,38 @@ def _picture(path: Path, alt: str) -> str:
     return f'<figure><img alt="{html.escape(alt)}" src="data:image/png;base64,{data}"></figure>'
 
 
-def _memory(memory: Mapping[str, Any]) -> str:
+def _memory(run_folder: Path) -> str:
+    """What the run was forecast to take and what it took in one line, the forecast's picture, and all that is known."""
+    memory = _read_json(run_folder / "memory.json")
+    picture = run_folder / "memory_timeline.png"
+    shown = _picture(picture, "Memory over one training step, as forecast") if picture.is_file() else ""
     if not memory:
-        return "<p>No memory.json: memory was not measured.</p>"
-    labels = {"predicted_peak_bytes": "predicted peak", "measured_peak_bytes": "measured peak"}
-    rows = [(label, _bytes(memory[key])) for key, label in labels.items() if memory.get(key) is not None]
-    parts = memory.get("parts")
+        return f"<p>No memory.json: memory was not measured.</p>{shown}"
+    peaks = []
+    for word in ("predicted", "measured"):
+        value = memory.get(f"{word}_peak_bytes")
+        peaks.append(f"not {word}" if value is None else f"{word} {_bytes(value)}")
+    line = f"<p>Peak of a training step: {', '.join(peaks)}.</p>"
+    told = ("predicted_peak_bytes", "measured_peak_bytes", "parts", "forecast")
+    rest = _flat({key: value for key, value in memory.items() if key not in told})
+    return line + shown + (_facts_table(rest) if rest else "") + _forecast(memory)
+
+
+def _forecast(memory: Mapping[str, Any]) -> str:
+    """Tables of what the predicted peak is made of, and (folded) of every other figure of the forecast."""
+    forecast = memory.get("forecast")
+    figures = dict(forecast) if isinstance(forecast, Mapping) else {}
+    parts, holders = memory.get("parts") or figures.pop("parts", None), figures.pop("holders", None)
+    text = ""
     if isinstance(parts, Mapping):
-        rows += [(f"of the peak: {name}", _bytes(value)) for name, value in parts.items()]
-    shown = {*labels, *(["parts"] if isinstance(parts, Mapping) else [])}
-    rows += _flat({key: value for key, value in memory.items() if key not in shown})
-    return _facts_table(rows)
+        rows = [(f"predicted: {name}", _bytes(value)) for name, value in parts.items() if value]
+        text += _facts_table(rows) if rows else ""
+    if isinstance(holders, list):
+        figures["held at the peak by"] = {f"{holder['region']}_bytes": holder["bytes"] for holder in holders}
+    if figures:
+        table = _facts_table(_flat(figures))
+        text += f"<details><summary>The forecast: place of the peak and who holds it</summary>{table}</details>"
+    return text
 
 
 def _commands(run_folder: Path, metrics: Mapping[str, Any]) -> str:
@@ -269,13 +291,15 @@ def _facts_table(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Returns nested facts as (dotted key, text); keys that end in `_bytes` are read as memory."""
+    """Returns nested facts as (dotted key, text); keys ending in `_bytes` are memory, pairs of bytes as intervals."""
     rows: list[tuple[str, str]] = []
     for key, value in values.items():
         if isinstance(value, Mapping):
             rows += _flat(value, f"{prefix}{key}.")
         elif key.endswith("_bytes") and isinstance(value, (int, float)):
             rows.append((f"{prefix}{key.removesuffix('_bytes')}", _bytes(value)))
+        elif key.endswith(("_bytes", "interval")) and isinstance(value, list) and value:
+            rows.append((f"{prefix}{key.removesuffix('_bytes')}", " to ".join(map(_bytes, value))))
         else:
             rows.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from medckpt.datasets.module import PatchDataModule
 from medckpt.datasets.prepare import PreparedCase
 from medckpt.training import state
 from medckpt.training.callbacks import Keeper, OnProgress, Report, RunLog
+from medckpt.training.first_step import FirstFullStep
 from medckpt.training.module import SegmentationModule, mean_dice
 from medckpt.training.precision import Device, keep_thin_convolutions_exact, resolve_precision
 from medckpt.training.schedule import share_done
@@ -41,10 +42,12 @@ def fit(
     device: Device,
     folder: Path,
     report: Report | None = None,
+    on_peak: Callable[[int], None] | None = None,
 ) -> Fitted:
     """Trains `network` in place, from weights/last.ckpt of the run folder if there is one, else from its weights.
 
-    The network is left with the weights that a prediction should use: the averaged ones where they are kept.
+    `on_peak` gets the measured peak bytes of the first full step. The network is left with the weights that a
+    prediction should use: the averaged ones where they are kept.
     """
     resumed, progress = None, state.Progress()
     if (folder / "weights" / "last.ckpt").is_file():
@@ -56,6 +59,7 @@ def fit(
     callbacks: list[L.Callback] = [
         keeper,
         RunLog(folder, classes, first_step=first_step, tensorboard=config.trainer.tensorboard),
+        *([FirstFullStep(keeper, config.trainer.accumulate, on_peak)] if on_peak else []),
         *([OnProgress(report)] if report else []),
     ]
     if share_done(progress, config.trainer) < 1:

@@ -126,6 +126,51 @@ def test_the_report_gives_scores_memory_and_commands(run_folder: Path) -> None:
     assert f"medckpt train resume='{run_folder}'" in text
 
 
+def test_memory_is_one_line_a_picture_and_what_the_forecast_says(run_folder: Path) -> None:
+    gib = 2**30
+    forecast = {
+        "peak_interval": [4 * gib, 6 * gib],
+        "parts": {"parameters": gib, "averages": 0, "saved": 4 * gib},
+        "where": {"region": EVIL, "phase": "backward"},
+        "holders": [{"region": EVIL, "bytes": 3 * gib}, {"region": "inputs", "bytes": 2**20}],
+    }
+    memory = {
+        "predicted_peak_bytes": 5 * gib, "forecast": forecast, "measured_peak_bytes": 4.5 * gib, "measure": "tensors",
+    }  # fmt: skip
+    (run_folder / "memory.json").write_text(json.dumps(memory))
+    picture = (run_folder / "curves.png").read_bytes() + b"memory"
+    (run_folder / "memory_timeline.png").write_bytes(picture)
+    page = Page(write_report(run_folder).read_text())
+    assert "Peak of a training step: predicted 5.00 GiB, measured 4.50 GiB." in page.text
+    assert "measure tensors predicted: parameters 1.00 GiB predicted: saved 4.00 GiB" in page.text
+    assert "peak_interval 4.00 GiB to 6.00 GiB" in page.text
+    assert f"held at the peak by.{EVIL} 3.00 GiB held at the peak by.inputs 1 MiB" in page.text
+    sources = {attrs["alt"]: attrs["src"] or "" for _, attrs in page.tags if "src" in attrs}
+    assert base64.b64decode(sources["Memory over one training step, as forecast"].split(",")[1]) == picture
+
+
+@pytest.mark.parametrize(
+    ("memory", "line"),
+    [
+        ({"measured_peak_bytes": 2**30, "measure": "x"}, "step: not predicted, measured 1.00 GiB."),
+        ({"predicted_peak_bytes": 2**30, "forecast": {}}, "step: predicted 1.00 GiB, not measured."),
+        ({"process_peak_bytes": 3 * 2**30, "measured_peak_bytes": None}, "not measured. process_peak 3.00 GiB"),
+    ],
+)
+def test_memory_that_is_half_known_says_so(tmp_path: Path, memory: dict[str, object], line: str) -> None:
+    (tmp_path / "memory.json").write_text(json.dumps(memory))
+    page = Page(write_report(tmp_path).read_text())
+    assert line in page.text
+    assert not any(tag == "img" for tag, _ in page.tags)
+
+
+def test_a_forecast_without_a_measurement_is_still_shown(tmp_path: Path) -> None:
+    (tmp_path / "memory_timeline.png").write_bytes(b"picture")
+    page = Page(write_report(tmp_path).read_text())
+    assert "No memory.json" in page.text
+    assert [attrs["alt"] for tag, attrs in page.tags if tag == "img"] == ["Memory over one training step, as forecast"]
+
+
 def test_cases_are_listed_lowest_dice_first_and_dashed_where_not_counted(tmp_path: Path) -> None:
     scores = [case_score("good", liver=0.9, cyst=None), case_score("bad", liver=0.3, cyst=0.1), case_score("none")]
     (tmp_path / "metrics.json").write_text(json.dumps(summarize(scores)))

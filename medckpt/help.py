@@ -1,0 +1,86 @@
+"""What `--help` says."""
+
+TOP = """\
+medckpt trains 3D segmentation networks on CT and MR, from DICOM or NIfTI to Dice and back.
+
+  medckpt train recipe=swin_ct                        train on the built-in phantom CT (no data needed)
+  medckpt train recipe=swin_mr data=/data/hippocampus train on your own data
+  medckpt plan recipe=swin_ct memory=a100_40gb        what a step takes on that card, and what fits; no GPU, no data
+  medckpt predict run=RUN input=SCAN output=FOLDER    segment a NIfTI file, a DICOM series or a folder of them
+  medckpt evaluate run=RUN data=/data/other           score a trained run
+  medckpt recipes                                     list, show and copy the recipes
+  medckpt profile                                     measure this machine, for better forecasts
+
+Every setting is a word `key=value`: trainer.max_steps=500 sampler.patch_size=[96,96,96] precision=bf16-mixed.
+`medckpt VERB --help` says more about each verb; --version prints the version.
+"""
+
+TRAIN = """\
+medckpt train recipe=NAME [key=value ...]     train, evaluate, report
+medckpt train resume=RUN [key=value ...]      go on with a run that was interrupted
+
+Data      data=PATH         an nnU-Net or MSD folder (dataset.json), PATIENT/ folders with a DICOM series and a
+                            NIfTI label, or images/ + labels/; without it the recipe's own (swin_ct: a phantom)
+          data.spacing_mm=[1,1,2]   data.validation=0.2 | 5 | [name,name]
+Memory    activation_ckpt=none|block|all   precision=auto|32|bf16-mixed|16-mixed   memory=auto|cpu|NAME|FILE.yaml
+Size      sampler.patch_size=[96,96,96]    sampler.patches_per_step=4   trainer.accumulate=2
+Length    trainer.max_steps=25000          trainer.max_minutes=10
+Network   model=swin_unetr|unetr           model.feature_size=48
+Output    output=FOLDER     the run folder is made in it (default: runs)
+
+Hydra's own flags work too: --cfg job prints the whole configuration, -m sweeps (seed=0,1,2), --info.
+--json prints metrics.json at the end and nothing else on standard output.
+"""
+
+PREDICT = """\
+medckpt predict run=RUN input=PATH output=PATH [weights=best|last|FILE]
+
+input   a NIfTI, NRRD or MHA file, a DICOM series folder, or a folder of either; several channels of one scan are
+        files CASE_0000.nii.gz, CASE_0001.nii.gz in a folder
+output  a folder, or for one scan a file name that ends in .nii.gz
+The label maps lie on the scans' own grids: same shape, same affine. --json prints the files written.
+"""
+
+EVALUATE = """\
+medckpt evaluate run=RUN [data=PATH] [output=FOLDER] [weights=best|last|FILE]
+
+Scores the run on its own validation cases, or on every labelled case of another data set. Dice per class, mean and
+95 % surface distance in mm, on the scans' own grids. Writes evaluation.json and label maps; --json prints it.
+"""
+
+RECIPES = """\
+medckpt recipes                     list the recipes
+medckpt recipes show NAME           print one, as the file is
+medckpt recipes copy NAME FILE      copy one to change it; then: medckpt train recipe=./FILE
+"""
+
+PLAN = """\
+medckpt plan recipe=NAME [memory=PROFILE] [key=value ...]
+
+Forecasts one training step without a GPU and without data: how much memory it takes part by part, where the peak is,
+and which patch sizes and patches per step fit. Every setting of `medckpt train` counts.
+
+memory    a card (a100_40gb, a100_80gb, h100_80gb, h200_141gb, l40s_48gb, a10_24gb, rtx3090_24gb, rtx4090_24gb,
+          v100_16gb, v100_32gb, t4_16gb), cpu, auto (this machine), or the file that `medckpt profile` wrote
+data      read for its channels and classes only; without it channels=1 classes=14, or what you say
+sides     cubes in the table: sides=[64,96,128,160,192]; sides=[] leaves the table out
+output    folder for memory_timeline.png and plan.json (default: plans)
+--json prints plan.json and nothing else on standard output.
+"""
+
+PROFILE = """\
+medckpt profile [output=FILE.yaml]
+
+Measures this machine's GPU, or its CPU where there is none (10 s to 1 min; leave it alone meanwhile): memory bandwidth,
+matrix and convolution rates, the link to the host, scratch memory of 3D convolutions, allocator slack. The file goes
+into any command as memory=./FILE.yaml. --json prints the figures.
+"""
+
+HELP = {
+    "train": TRAIN,
+    "plan": PLAN,
+    "predict": PREDICT,
+    "evaluate": EVALUATE,
+    "recipes": RECIPES,
+    "profile": PROFILE,
+}
