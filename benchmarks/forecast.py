@@ -16,7 +16,6 @@ import fnmatch
 import gc
 import json
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +24,11 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __package__ in (None, ""):  # a checkout without an installation
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+HERE = Path(__file__).resolve().parent
+# This folder, and a checkout without an installation; after what is there, so that an installed medckpt goes first.
+sys.path += [folder for folder in (str(HERE), str(HERE.parent)) if folder not in sys.path]
+
+from forecast_page import draw, markdown, summary  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -224,7 +226,7 @@ def run_one(combination: Combination) -> dict[str, Any]:
         loss=loss,
         precision=combination.precision,  # type: ignore[arg-type]
         memory="cpu",
-        policy=combination.policy,  # type: ignore[arg-type]
+        policy=combination.policy,
         clip_norm=CLIP_NORM,
     )
     took = time.perf_counter() - began
@@ -262,20 +264,6 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the figures by which a forecast is judged."""
-    errors = {row["name"]: abs(row["error_percent"]) for row in rows}
-    worst = max(errors, key=errors.__getitem__)
-    return {
-        "combinations": len(rows),
-        "median_abs_error_percent": round(statistics.median(errors.values()), 4),
-        "worst_abs_error_percent": errors[worst],
-        "worst": worst,
-        "within_1_percent": sum(error <= 1 for error in errors.values()),
-        "forecast_seconds_median": round(statistics.median(row["forecast_seconds"] for row in rows), 2),
-    }
-
-
 class Results:
     """The JSON file: written after every combination, so that nothing is measured twice."""
 
@@ -301,72 +289,6 @@ class Results:
         write_json(self.path, {**plain, "combinations": rows})
 
 
-def markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Returns the table with its summary."""
-    total = summary(rows)
-    lines = [
-        "# Forecast against measurement on a CPU",
-        "",
-        f"{date.today().isoformat()}, {facts['cpu']}, {facts['threads']} of {facts['cores']} cores, torch "
-        f"{facts['torch']}, MONAI {facts['monai']}. Written by `python benchmarks/forecast.py`; everything in it is "
-        "measured there.",
-        "",
-        f"**{total['combinations']} combinations: median |error| {total['median_abs_error_percent']:.3f} %, worst "
-        f"{total['worst_abs_error_percent']:.2f} %** ({total['worst']}); {total['within_1_percent']} within 1 %. "
-        f"A forecast took {total['forecast_seconds_median']:.1f} s (median), the measuring of scratch memory included.",
-        "",
-        "The peak of one training step (forward, loss, backward, clipping, AdamW) with all that is held before it. "
-        "Measured: the allocator events of torch's profiler over one real step. Patches per step is the batch. "
-        "MaskedAutoEncoderViT is in float32 only: under bf16 autocast MONAI's own `index_put` of it fails.",
-        "",
-        "| network | patch | batch | precision | policy | loss | parameters (M) | predicted (MiB) | measured (MiB) "
-        "| error (%) | forecast (s) |",
-        "|---|---|--:|---|---|---|--:|--:|--:|--:|--:|",
-    ]
-    lines += [
-        f"| {row['net']} | {'x'.join(map(str, row['patch']))} | {row['batch']} | {row['precision']} "
-        f"| {row['policy'] or 'plain'} | {row['loss']} | {row['parameters'] / 1e6:.1f} "
-        f"| {row['predicted_bytes'] / 2**20:.2f} | {row['measured_bytes'] / 2**20:.2f} "
-        f"| {row['error_percent']:+.3f} | {row['forecast_seconds']:.1f} |"
-        for row in rows
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws predicted over measured and the distribution of errors as PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.8), dpi=130, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    families = list(dict.fromkeys(row["net"] for row in rows))
-    for number, family in enumerate(families):
-        for policy, marker in ((None, "o"), ("all", "^")):
-            chosen = [row for row in rows if row["net"] == family and row["policy"] == policy]
-            left.scatter(
-                [row["measured_bytes"] / 2**20 for row in chosen],
-                [row["predicted_bytes"] / 2**20 for row in chosen],
-                marker=marker,
-                s=26,
-                color=f"C{number}",
-                alpha=0.75,
-                label=family if policy is None else None,
-            )
-    sizes = [row["measured_bytes"] / 2**20 for row in rows]
-    span = (min(sizes) / 1.3, max(sizes) * 1.3)
-    left.plot(span, span, color="0.4", linewidth=0.8, zorder=0)
-    left.set(xscale="log", yscale="log", xlim=span, ylim=span)
-    left.set(xlabel="measured peak (MiB)", ylabel="predicted peak (MiB)", title="circles plain, triangles policy=all")
-    left.legend(fontsize=8, frameon=False)
-    errors = [row["error_percent"] for row in rows]
-    right.hist(errors, bins=31, color="C0")
-    total = summary(rows)
-    median, worst = total["median_abs_error_percent"], total["worst_abs_error_percent"]
-    right.set(xlabel="error of the forecast (% of measured)", ylabel="combinations")
-    right.set_title(f"{len(rows)} combinations: median |error| {median:.3f} %, worst {worst:.2f} %")
-    figure.savefig(path)
-
-
 def chosen(only: str | None, quick: bool) -> Iterator[Combination]:
     """Yields the combinations to run: those whose name contains, or matches, `only`."""
     for combination in combinations():
@@ -380,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="PATTERN", help="text in the name, or a pattern: 'vit-b8*all*'")
     parser.add_argument("--quick", action="store_true", help="three tiny combinations, seconds")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder")
     parser.add_argument("--fresh", action="store_true", help="forget stored results")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     options = parser.parse_args(arguments)

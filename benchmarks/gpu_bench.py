@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 CLIP_NORM = 12.0
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "find a valid cuDNN algorithm", "FIND was unable to find an engine")
 
 
 class Gpu:
@@ -193,8 +194,11 @@ class _Bench:
         self.device.limit(limit)
         try:
             status, found = MEASURED, self._train(case, timed)
-        except torch.OutOfMemoryError as error:
-            status, found = OOM, {"message": str(error).splitlines()[0]}
+        except RuntimeError as error:  # cuDNN and cuBLAS have words of their own for it
+            message = str(error).splitlines()[0] if str(error) else ""
+            if not isinstance(error, torch.OutOfMemoryError) and not any(word in message for word in _NO_MEMORY):
+                raise
+            status, found = OOM, {"message": message}
         self.device.limit(None)
         self.device.clean()
         return status, found

@@ -10,20 +10,28 @@ if TYPE_CHECKING:
     from medckpt.config import RunConfig as RunConfig
     from medckpt.config import compose as compose
     from medckpt.errors import MedckptError as MedckptError
+    from medckpt.forecasting import Forecast as Forecast
+    from medckpt.forecasting import forecast as forecast
     from medckpt.memory.apply import apply_recompute as apply_recompute
     from medckpt.memory.apply import undo as undo
+    from medckpt.memory.profile import MemoryProfile as MemoryProfile
     from medckpt.memory.regions import find_regions as find_regions
     from medckpt.run import evaluate as evaluate
+    from medckpt.run import plan as plan
     from medckpt.run import predict as predict
     from medckpt.run import train as train
 
 _HOMES = {
+    "Forecast": "medckpt.forecasting",
     "MedckptError": "medckpt.errors",
+    "MemoryProfile": "medckpt.memory.profile",
     "RunConfig": "medckpt.config",
     "apply_recompute": "medckpt.memory.apply",
     "compose": "medckpt.config",
     "evaluate": "medckpt.run",
     "find_regions": "medckpt.memory.regions",
+    "forecast": "medckpt.forecasting",
+    "plan": "medckpt.run",
     "predict": "medckpt.run",
     "train": "medckpt.run",
     "undo": "medckpt.memory.apply",

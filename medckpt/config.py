@@ -76,15 +76,16 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
 def compose_here(recipe: str, overrides: Sequence[str] = (), *, elsewhere: bool = False) -> Composed:
     """Like `compose`, and says what was scaled for this machine.
 
-    With `elsewhere` the device that `memory` names need not be here: the recipe is fitted to that device.
+    With `elsewhere` the device that `memory` names need not be here, and the data may be left open (their path is then
+    "none"): the recipe is fitted to that device.
     """
     words = normalize(overrides)
-    plain = compose_plain(recipe, words)
+    plain = compose_plain(recipe, words, open_data=elsewhere)
     device = resolve_device(plain, elsewhere=elsewhere)
     on_cpu = _on_cpu(plain) if device == "cpu" else []
     if not on_cpu:
         return Composed(config=from_plain(plain), device=device, scaled={})
-    fitted = compose_plain(recipe, [*on_cpu, *words])
+    fitted = compose_plain(recipe, [*on_cpu, *words], open_data=elsewhere)
     keys = [word.partition("=")[0] for word in on_cpu]
     changes = {key: (_lookup(plain, key), _lookup(fitted, key)) for key in keys}
     changes = {key: pair for key, pair in changes.items() if pair[0] != pair[1]}
@@ -96,8 +97,11 @@ def from_plain(plain: Mapping[str, Any]) -> RunConfig:
     return typed.read(RunConfig, {key: value for key, value in plain.items() if key != "on_cpu"})
 
 
-def compose_plain(recipe: str, words: Sequence[str]) -> dict[str, Any]:
-    """Lets Hydra put a recipe together and returns its settings as plain dictionaries, with `on_cpu` still in."""
+def compose_plain(recipe: str, words: Sequence[str], *, open_data: bool = False) -> dict[str, Any]:
+    """Lets Hydra put a recipe together and returns its settings as plain dictionaries, with `on_cpu` still in.
+
+    With `open_data` a recipe that leaves `data.path` open gets "none" there instead of a complaint.
+    """
     import yaml
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -112,6 +116,8 @@ def compose_plain(recipe: str, words: Sequence[str]) -> dict[str, Any]:
     try:
         with initialize_config_dir(config_dir=str(path.parent), version_base="1.3", job_name="medckpt"):
             composed = hydra_compose(config_name=path.stem, overrides=list(words))
+        if open_data and "data" in composed and OmegaConf.is_missing(composed.data, "path"):
+            composed.data.path = "none"
         plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except yaml.YAMLError as error:
         raise ConfigError(_explain_yaml(path, error)) from error

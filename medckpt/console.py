@@ -15,6 +15,7 @@ from rich.table import Table
 
 from medckpt import machine
 from medckpt.config import RunConfig
+from medckpt.forecasting import size
 from medckpt.training.schedule import share_done
 
 if TYPE_CHECKING:
@@ -177,8 +178,8 @@ def summary(metrics: dict[str, Any], memory: dict[str, Any], report: Path, *, sh
 
 def foreseen(forecast: Forecast) -> None:
     """Says in one line what a step is going to take."""
-    low, high = (nbytes / GIB for nbytes in forecast.peak_interval)
-    spread = "" if high - low < 0.005 else f" ({low:.2f} to {high:.2f})"
+    low, high = forecast.peak_interval
+    spread = "" if high - low < 0.005 * GIB else f" ({size(low)} to {size(high)})"
     time = "" if forecast.step_ms is None else f", about {forecast.step_ms:.0f} ms per step"
     capacity = forecast.profile.capacity_bytes
     holds = "" if capacity is None else f" of {capacity / GIB:.1f} GiB: {_FITS[forecast.fits]}"
@@ -202,19 +203,20 @@ def planned(plan: StepPlan, picture: Path) -> None:
     assumed = " (assumed; data=PATH or channels= and classes= say otherwise)" if plan.task.assumed else ""
     OUT.print(
         f"[bold]{escape(profile.title or profile.name)}[/]{capacity}. Recipe {config.recipe}: {config.model.name}, "
-        f"{plan.task.channels} channel(s), {plan.task.classes} classes{assumed}, {plan.precision}, "
-        f"{config.trainer.accumulate} pass(es) per step."
+        f"{_count(plan.task.channels, 'channel')}, {plan.task.classes} classes{assumed}, {plan.precision}, "
+        f"{_count(config.trainer.accumulate, 'pass')} per step."
     )
     OUT.print(_plan_table(plan))
-    OUT.print("Peak GiB and ms per step; [green]fits[/], [yellow]? may not (scratch memory)[/], [red]x does not[/].\n")
+    time = " and time per step" if plan.chosen.step_ms is not None else " (no times: `medckpt profile` measures them)"
+    OUT.print(f"Peak GiB{time}. [green]Fits[/]; [yellow]? depends on scratch memory[/]; [red]x does not fit[/].\n")
     patch = "x".join(map(str, config.sampler.patch_size))
     OUT.print(
         f"[bold]The recipe as it is:[/] {config.sampler.patches_per_step} patches of {patch}, "
         f"activation_ckpt={config.activation_ckpt}"
     )
     OUT.print(escape(str(plan.chosen)))
-    holders = ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in plan.chosen.explanation.holders[:6])
-    OUT.print(f"held at the peak by (GiB): {escape(holders)}")
+    holders = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.chosen.explanation.holders[:6])
+    OUT.print(f"held at the peak by: {escape(holders)}")
     OUT.print(f"Picture: {escape(str(picture))}\n{_advice(plan)}")
 
 
@@ -237,29 +239,33 @@ def profiled(profile: MemoryProfile, path: Path) -> None:
 
 
 _FITS = {"yes": "fits", "no": "does not fit", "unsure": "may not fit", "unknown": ""}
-_MARKS = {"yes": ("green", ""), "no": ("red", " x"), "unsure": ("yellow", " ?"), "unknown": ("default", "")}
+_MARKS = {"yes": ("green", " "), "no": ("red", "x"), "unsure": ("yellow", "?"), "unknown": ("default", " ")}
 
 
 def _plan_table(plan: StepPlan) -> Table:
     batches = sorted({cell.patches_per_step for cell in plan.cells})
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("patch")
+    table.add_column("patch", no_wrap=True)
     table.add_column("recompute")
     for batch in batches:
-        table.add_column(f"{batch} per step", justify="right")
+        table.add_column(f"{batch} per step", justify="right", no_wrap=True)
     rows: dict[tuple[Any, str], list[str]] = {}
     for cell in plan.cells:
         colour, mark = _MARKS[cell.fits]
         time = "" if cell.step_ms is None else f" {_milliseconds(cell.step_ms)}"
         row = rows.setdefault((cell.patch_size, cell.activation_ckpt), [])
-        row.append(f"[{colour}]{cell.peak_bytes / GIB:.1f}{time}{mark}[/]")
+        row.append(f"[{colour}]{cell.peak_bytes / GIB:.1f}{mark}{time}[/]")
     for (patch, policy), words in rows.items():
         table.add_row("x".join(map(str, patch)), policy, *words)
     return table
 
 
 def _milliseconds(ms: float) -> str:
-    return f"{ms / 1000:.1f} s" if ms >= 1000 else f"{ms:.0f} ms"
+    return f"{ms / 1000:.1f}s" if ms >= 1000 else f"{ms:.0f}ms"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"
 
 
 def _advice(plan: StepPlan) -> str:

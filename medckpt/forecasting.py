@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from medckpt.memory.simulate import Moment, Simulation, Where
     from medckpt.memory.step import Loss, OptimizerName, Precision
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 Fits = Literal["yes", "no", "unsure", "unknown"]
 
 
@@ -105,11 +105,11 @@ class Forecast:
 
     def __str__(self) -> str:
         low, high = self.reserved_bytes
-        lines = [f"peak {self.peak_bytes / GIB:.2f} GiB in the {self.where}"]
-        lines += [f"  {name:<13} {size / GIB:7.2f} GiB" for name, size in self.parts.items() if size]
-        lines.append(f"taken from the device {low / GIB:.2f} to {high / GIB:.2f} GiB; {self._verdict()}")
+        lines = [f"peak {size(self.peak_bytes)} in the {self.where}"]
+        lines += [f"  {name:<13} {size(nbytes):>10}" for name, nbytes in self.parts.items() if nbytes]
+        lines.append(f"taken from the device {size(low)} to {size(high)}; {self._verdict()}")
         if self.step_ms is not None:
-            lines.append(f"about {self.step_ms:.0f} ms per step")
+            lines.append(f"about {self.step_ms:.3g} ms per step")
         lines += [f"not certain: {name}: {why}" for name, why in self.unmodelled.items()]
         return "\n".join(lines)
 
@@ -118,7 +118,7 @@ class Forecast:
         if self.profile.capacity_bytes is None:
             return f"how much {title} holds is not known"
         words = {"yes": "fits", "no": "does not fit", "unsure": "may or may not fit"}[self.fits]
-        return f"{words} in the {self.profile.capacity_bytes / GIB:.2f} GiB of {title}"
+        return f"{words} in the {size(self.profile.capacity_bytes)} of {title}"
 
     def _repr_html_(self) -> str:
         import base64
@@ -128,6 +128,13 @@ class Forecast:
         picture = base64.b64encode(timeline_png(self.explanation, self.profile)).decode()
         text = html.escape(str(self))
         return f'<pre>{text}</pre><img alt="memory over one step" src="data:image/png;base64,{picture}">'
+
+
+def size(nbytes: int) -> str:
+    """Returns bytes as people read them."""
+    if nbytes >= GIB:
+        return f"{nbytes / GIB:.2f} GiB"
+    return f"{nbytes / MIB:.1f} MiB" if nbytes >= MIB else f"{nbytes / 1024:.1f} KiB"
 
 
 def fits_in(profile: MemoryProfile, reserved_bytes: tuple[int, int]) -> Fits:

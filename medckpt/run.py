@@ -182,7 +182,7 @@ def plan(
     Raises:
         ConfigError: as `compose`; a device or precision that is not known; a network that cannot be traced.
     """
-    composed = compose_here(recipe, [*_open_data_path(recipe, overrides), *overrides], elsewhere=True)
+    composed = compose_here(recipe, overrides, elsewhere=True)
     config = composed.config
     profile = load_profile(config.memory)
     console.scaled(recipe, composed.scaled)
@@ -289,11 +289,6 @@ def open_data(config: RunConfig) -> Dataset:
         return open_dataset(Path(config.data.path))
     with console.bar("make the phantom CT", None) as advance:
         return open_dataset(phantom.make_phantom(phantom.phantom_folder(), progress=lambda done, total: advance()))
-
-
-def _open_data_path(recipe: str, overrides: Sequence[str]) -> list[str]:
-    """Returns the word that fills in a data path that a recipe leaves open: a plan does without data."""
-    return ["data.path=none"] if not any(w.startswith(("data=", "data.path=")) for w in overrides) else []
 
 
 def _task(config: RunConfig, channels: int | None, classes: int | None) -> planner.Task:

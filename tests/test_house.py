@@ -86,12 +86,16 @@ def test_the_public_names_are_these() -> None:
     import medckpt
 
     assert sorted(medckpt.__all__) == [
+        "Forecast",
         "MedckptError",
+        "MemoryProfile",
         "RunConfig",
         "apply_recompute",
         "compose",
         "evaluate",
         "find_regions",
+        "forecast",
+        "plan",
         "predict",
         "train",
         "undo",

@@ -26,7 +26,6 @@ def extrapolate(graphs: tuple[StepGraph, StepGraph], batches: tuple[int, int], b
         storages=[line.storage(a, b) for a, b in zip(first.storages, second.storages, strict=True)],
         events=first.events,
         rules=first.rules,
-        unmodelled=first.unmodelled | second.unmodelled,
     )
 
 

@@ -97,8 +97,6 @@ class StepGraph:
     events: list[tuple[int, int, int]] = field(default_factory=list)
     """(operator index, storage index, +1 birth or -1 death), in order; the births of an operator come first."""
     rules: Literal["cuda", "cpu"] = "cuda"
-    unmodelled: dict[str, str] = field(default_factory=dict)
-    """Operator to the reason why its memory is not certain; empty if all of it is."""
 
     def saved_for_backward(self, storage: Storage) -> bool:
         """Whether forward made it and it lives on into the backward pass."""

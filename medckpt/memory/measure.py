@@ -93,7 +93,8 @@ class AllocationRecorder:
 
     def stop(self) -> Allocations:
         self._profiler.stop()
-        results: Any = self._profiler.profiler.kineto_results
+        profiler: Any = self._profiler.profiler
+        results = profiler.kineto_results
         changes = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
         now = peak = 0
         for _, nbytes in sorted(changes, key=lambda change: change[0]):

@@ -10,7 +10,7 @@ import torch
 from medckpt.memory.allocator import MIB, CachingAllocator, rounded
 from medckpt.memory.graph import Op, Phase, StepGraph
 from medckpt.memory.profile import MemoryProfile
-from medckpt.memory.workspace import Interval, estimate, has_scratch, measure_scratch
+from medckpt.memory.workspace import Interval, estimate, has_scratch, is_custom, measure_scratch
 
 PARTS = (
     "parameters",
@@ -84,12 +84,16 @@ def simulate(graph: StepGraph, profile: MemoryProfile, *, measure: bool = False)
         measure: run those convolutions alone, on this machine's CPU, whose scratch memory could set the peak; for
             a profile of a CPU only. Otherwise it is estimated, and the interval says how far that may be off.
     """
-    unmodelled = dict(graph.unmodelled)
+    unmodelled = {
+        op.name: "not an operator of torch: what its kernels allocate for themselves is not known"
+        for op in graph.ops
+        if is_custom(op)
+    }
     live = _live(graph, profile)
     scratch = [estimate(op, profile) for op in graph.ops]
     if measure and profile.device == "cpu":
         scratch = _measured(graph, live, scratch, unmodelled)
-    elif any(high > low for low, _, high in scratch):
+    elif any(high > low and op.name.startswith("conv") for op, (low, _, high) in zip(graph.ops, scratch, strict=True)):
         unmodelled["convolution"] = "the scratch memory of its kernels is estimated; `medckpt profile` measures it"
     peaks = [[now + one[which] for now, one in zip(live, scratch, strict=True)] for which in range(3)]
     at = max(range(len(live)), key=peaks[1].__getitem__)
@@ -145,13 +149,12 @@ def _live(graph: StepGraph, profile: MemoryProfile) -> list[int]:
     live = [0] * len(graph.ops)
     done = 0
     for index, storage, change in graph.events:
-        # Everything before this event has settled: an operator that makes nothing runs in what is there.
+        # An operator that makes nothing runs in what is there, and what it frees is there while it runs.
         while done < index:
             live[done] = max(live[done], now)
             done += 1
+        live[index] = max(live[index], now if change < 0 else now + sizes[storage])
         now += change * sizes[storage]
-        if change > 0:
-            live[index] = now
     while done < len(live):
         live[done] = max(live[done], now)
         done += 1

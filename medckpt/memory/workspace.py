@@ -19,6 +19,10 @@ from medckpt.memory.profile import MemoryProfile
 
 _CONVOLUTIONS = ("convolution.default", "convolution_backward.default")
 
+_FLASH_BACKWARD = "_scaled_dot_product_flash_attention_backward.default"
+_NAMESPACES = {"aten", "prims", "_c10d_functional"}
+"""Whose operators are torch's own; those of any other have kernels of which nothing is known."""
+
 _CPU_GUESS, _CPU_BOUND = {4: 1.0, 2: 2.0}, {4: 2.0, 2: 4.0}
 """Scratch of a convolution on a CPU as a multiple of its tensors, by bytes per element: expected and highest seen."""
 
@@ -28,16 +32,27 @@ Interval = tuple[int, int, int]
 
 def has_scratch(op: Op) -> bool:
     """Whether the operator's kernels are known to allocate more than their results."""
-    return op.name in _CONVOLUTIONS
+    return op.name in _CONVOLUTIONS or op.name == _FLASH_BACKWARD or is_custom(op)
+
+
+def is_custom(op: Op) -> bool:
+    """Whether the operator is not torch's own."""
+    return op.call is not None and op.call[0].namespace not in _NAMESPACES
 
 
 def estimate(op: Op, profile: MemoryProfile) -> Interval:
     """Returns the scratch memory of `op` as the profile knows it; a measured value has no spread."""
     if not has_scratch(op):
         return 0, 0, 0
-    measured = profile.workspaces.get(op.signature())
+    measured = profile.workspaces.get(op.signature()) if profile.workspaces else None
     if measured is not None:
         return measured, measured, measured
+    if op.name == _FLASH_BACKWARD:  # float32 sums of the query's gradient, and one number per row (its C++ source)
+        query, logsumexp = op.specs()[1], op.specs()[5]
+        exact = query.nbytes // query.dtype.itemsize * 4 + logsumexp.nbytes
+        return exact, exact, exact
+    if is_custom(op):
+        return 0, 0, op.bytes_moved
     moved = op.bytes_moved
     if profile.device == "cpu":
         width = op.dtype.itemsize
