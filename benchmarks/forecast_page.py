@@ -46,7 +46,8 @@ def markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         f"{total['worst_abs_error_percent']:.2f} %** ({total['worst']}); {total['within_1_percent']} within 1 %. "
         "Of the memory beyond weights and AdamW's moments (12 bytes per parameter, which any forecast gets right) the "
         f"median error is {total['median_abs_error_beyond_weights_percent']:.3f} % and the worst "
-        f"{total['worst_abs_error_beyond_weights_percent']:.2f} %. A forecast took {total['forecast_seconds_median']:.1f} s (median), the measuring of scratch memory included.",
+        f"{total['worst_abs_error_beyond_weights_percent']:.2f} %. "
+        f"A forecast took {total['forecast_seconds_median']:.1f} s (median), the measuring of scratch memory included.",
         "",
         "The peak of one training step (forward, loss, backward, clipping, AdamW) with all that is held before it. "
         "Measured: the allocator events of torch's profiler over one real step. Patches per step is the batch. "

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from medckpt import machine
 from medckpt.config import RunConfig
-from medckpt.forecasting import size
+from medckpt.forecasting import milliseconds, size
 from medckpt.training.schedule import share_done
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def foreseen(forecast: Forecast) -> None:
     """Says in one line what a step is going to take."""
     low, high = forecast.peak_interval
     spread = "" if high - low < 0.005 * GIB else f" ({size(low)} to {size(high)})"
-    time = "" if forecast.step_ms is None else f", about {forecast.step_ms:.0f} ms per step"
+    time = "" if forecast.step_ms is None else f", about {milliseconds(forecast.step_ms)} per step"
     capacity = forecast.profile.capacity_bytes
     holds = "" if capacity is None else f" of {capacity / GIB:.1f} GiB: {_FITS[forecast.fits]}"
     OUT.print(
@@ -252,16 +252,12 @@ def _plan_table(plan: StepPlan) -> Table:
     rows: dict[tuple[Any, str], list[str]] = {}
     for cell in plan.cells:
         colour, mark = _MARKS[cell.fits]
-        time = "" if cell.step_ms is None else f" {_milliseconds(cell.step_ms)}"
+        time = "" if cell.step_ms is None else f" {milliseconds(cell.step_ms)}"
         row = rows.setdefault((cell.patch_size, cell.activation_ckpt), [])
         row.append(f"[{colour}]{cell.peak_bytes / GIB:.1f}{mark}{time}[/]")
     for (patch, policy), words in rows.items():
         table.add_row("x".join(map(str, patch)), policy, *words)
     return table
-
-
-def _milliseconds(ms: float) -> str:
-    return f"{ms / 1000:.1f}s" if ms >= 1000 else f"{ms:.0f}ms"
 
 
 def _count(number: int, what: str) -> str:

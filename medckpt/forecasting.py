@@ -109,7 +109,7 @@ class Forecast:
         lines += [f"  {name:<13} {size(nbytes):>10}" for name, nbytes in self.parts.items() if nbytes]
         lines.append(f"taken from the device {size(low)} to {size(high)}; {self._verdict()}")
         if self.step_ms is not None:
-            lines.append(f"about {self.step_ms:.3g} ms per step")
+            lines.append(f"about {milliseconds(self.step_ms)} per step")
         lines += [f"not certain: {name}: {why}" for name, why in self.unmodelled.items()]
         return "\n".join(lines)
 
@@ -135,6 +135,11 @@ def size(nbytes: int) -> str:
     if nbytes >= GIB:
         return f"{nbytes / GIB:.2f} GiB"
     return f"{nbytes / MIB:.1f} MiB" if nbytes >= MIB else f"{nbytes / 1024:.1f} KiB"
+
+
+def milliseconds(ms: float) -> str:
+    """Returns a time as people read it."""
+    return f"{ms / 1000:.1f} s" if ms >= 1000 else f"{ms:.0f} ms" if ms >= 10 else f"{ms:.2f} ms"
 
 
 def fits_in(profile: MemoryProfile, reserved_bytes: tuple[int, int]) -> Fits:

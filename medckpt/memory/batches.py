@@ -66,6 +66,8 @@ class _Line:
         return Storage(nbytes, first.kind, first.born, first.region, first.phase, first.died)
 
     def value(self, first: Any, second: Any) -> Any:
+        if first == second:
+            return first
         if isinstance(first, TensorSpec):
             shape = tuple(map(self, first.shape, second.shape))
             return TensorSpec(shape, tuple(map(self, first.stride, second.stride)), first.dtype)

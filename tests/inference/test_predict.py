@@ -125,7 +125,7 @@ def test_real_scans_get_labels_on_their_own_grid_as_simpleitk_reads_it(tmp_path:
 
     path = shared_data(scan)
     config = compose("swin_ct", ["memory=cpu", *TINY_UNETR, "data.spacing_mm=[4,4,4]", f"data={pairs}"])
-    network = make_network(config, open_dataset(pairs))
+    network = make_network(config, open_dataset(pairs), "cpu")
     ready = Predictor(
         network=network, config=config, labels=open_dataset(pairs).labels, channels=1, device=torch.device("cpu")
     )

@@ -46,6 +46,7 @@ def test_a_recipe_trains_two_steps(recipe: str, pairs: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("path", sorted(search_path.configs_folder().rglob("*.yaml")), ids=lambda path: path.stem)
 def test_a_config_part_is_short_and_plain(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 40
+    # A memory profile says of each of its figures where it comes from.
+    assert len(text.splitlines()) <= (60 if path.parent.name == "memory" else 40)
     assert isinstance(yaml.safe_load(text), dict)
     assert "${hydra" not in text  # a notebook has no `hydra:` to interpolate

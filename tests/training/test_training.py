@@ -48,7 +48,7 @@ def cases(pairs: Path) -> tuple[PreparedCase, ...]:
 
 
 def train(config: RunConfig, pairs: Path, cases: tuple[PreparedCase, ...], folder: Path, report: Any = None) -> Any:
-    network = make_network(config, open_dataset(pairs))
+    network = make_network(config, open_dataset(pairs), "cpu")
     fitted = fit(network, config, cases[:3], cases[3:], classes=CLASSES, device="cpu", folder=folder, report=report)
     return network, fitted
 
@@ -201,7 +201,7 @@ def test_the_clock_ends_a_run(pairs: Path, cases: tuple[PreparedCase, ...], tmp_
 def test_every_parameter_that_asks_for_a_gradient_gets_one(pairs: Path) -> None:
     for words in (TINY_SWIN, TINY_UNETR):
         config = configure(pairs, *words)
-        network = make_network(config, open_dataset(pairs))
+        network = make_network(config, open_dataset(pairs), "cpu")
         network(torch.randn(2, 1, *config.sampler.patch_size)).square().mean().backward()
         missing = [name for name, p in network.named_parameters() if p.requires_grad and p.grad is None]
         assert missing == []
