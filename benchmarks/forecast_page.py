@@ -90,12 +90,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     span = (min(sizes) / 1.3, max(sizes) * 1.3)
     left.plot(span, span, color="0.4", linewidth=0.8, zorder=0)
     left.set(xscale="log", yscale="log", xlim=span, ylim=span)
-    left.set(xlabel="measured peak (MiB)", ylabel="predicted peak (MiB)", title="circles plain, triangles policy=all")
+    left.set(
+        xlabel="measured peak (MiB)", ylabel="predicted peak (MiB)", title="circles: plain; triangles: all recomputed"
+    )
     left.legend(fontsize=8, frameon=False)
     errors = [row["error_percent"] for row in rows]
     right.hist(errors, bins=31, color="C0")
     total = summary(rows)
     median, worst = total["median_abs_error_percent"], total["worst_abs_error_percent"]
     right.set(xlabel="error of the forecast (% of measured)", ylabel="combinations")
-    right.set_title(f"{len(rows)} combinations: median |error| {median:.3f} %, worst {worst:.2f} %")
+    right.set_title(f"{len(rows)} combinations: median |error| {median:.3f} %, worst {worst:.2f} %", fontsize=10)
     figure.savefig(path)

@@ -62,12 +62,30 @@ def trace_step(
         _device_rules(step),
         mode,
         real_constants(),
+        _InPlaceAsReal(),
         recorder,
     ):
         runner.run(recorder.begin)
     recorder.mark("gradients", runner.gradients())
     recorder.references.clear()  # what is freed from here on is not the step's
     return recorder.graph
+
+
+class _InPlaceAsReal(torch.overrides.TorchFunctionMode):
+    """Lets autograd go on after an in-place operator on a view as it does on real tensors: by `as_strided`.
+
+    On fake tensors it replays the view instead, whose backward keeps the incoming gradient alive for longer. Code that
+    drops the operator's result and goes on with its argument still takes that way.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
+        if in_place and args and isinstance(args[0], FakeTensor) and torch.is_grad_enabled() and args[0]._is_view():
+            view, base = args[0], args[0]._base
+            if base is not None and base.requires_grad:
+                args = (base.as_strided(view.shape, view.stride(), view.storage_offset()), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
