@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -81,25 +82,32 @@ class Allocations:
 class AllocationRecorder:
     """Records the CPU allocator's own events, by `torch.profiler`, from `start` to `stop`.
 
-    It slows down what runs meanwhile. On a GPU ask `torch.cuda.max_memory_allocated`.
+    It slows down what runs meanwhile, and does not see the end of what is older than itself. On a GPU ask
+    `torch.cuda.max_memory_allocated`.
     """
 
     def __init__(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell standard error that it starts and stops
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._counts_from_ns = 0
 
     def start(self) -> None:
         self._profiler.start()
 
+    def count_from_here(self) -> None:
+        """Leaves what was before out of the peak."""
+        self._counts_from_ns = time.time_ns()
+
     def stop(self) -> Allocations:
         self._profiler.stop()
         profiler: Any = self._profiler.profiler
-        results = profiler.kineto_results
-        changes = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
+        events = profiler.kineto_results.events()
+        changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
         now = peak = 0
-        for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        for moment, nbytes in sorted(changes, key=lambda change: change[0]):
             now += nbytes
-            peak = max(peak, now)
+            if moment >= self._counts_from_ns:
+                peak = max(peak, now)
         return Allocations(peak=peak, end=now)
 
 

@@ -32,19 +32,23 @@ class FirstFullStep(L.Callback):
         self._recorder: AllocationRecorder | None = None
         self._held = 0
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx != self._first or not trainer.is_global_zero:
-            return
-        if module.device.type == "cuda":
-            torch.cuda.synchronize(module.device)
-            torch.cuda.reset_peak_memory_stats(module.device)
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if module.device.type == "cuda" or not trainer.is_global_zero:
             return
         assert isinstance(module, SegmentationModule)
-        # The step frees the last gradients first; of what is older than itself, the recorder sees no end.
-        trainer.optimizers[0].zero_grad()
-        self._held = held_bytes(self._tensors(trainer, module, batch))
+        # From before the first step, so that the recorder knows whatever is freed in the second.
+        self._held = held_bytes(self._tensors(trainer, module))
         self._recorder = AllocationRecorder()
         self._recorder.start()
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx != self._first:
+            return
+        if self._recorder is not None:
+            self._recorder.count_from_here()
+        elif module.device.type == "cuda":
+            torch.cuda.synchronize(module.device)
+            torch.cuda.reset_peak_memory_stats(module.device)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -54,17 +58,16 @@ class FirstFullStep(L.Callback):
         if module.device.type == "cuda":
             self._report(torch.cuda.max_memory_allocated(module.device))
         elif self._recorder is not None:
-            self._report(self._held + self._recorder.stop().peak)
-            self._recorder = None
+            peak, self._recorder = self._recorder.stop().peak, None
+            self._report(self._held + peak)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self._recorder is not None:  # stopped in between
+        if self._recorder is not None:  # stopped before the second step was done
             self._recorder.stop()
             self._recorder = None
 
-    def _tensors(self, trainer: L.Trainer, module: SegmentationModule, batch: Any) -> list[Tensor]:
-        parameters = list(module.network.parameters())
+    def _tensors(self, trainer: L.Trainer, module: SegmentationModule) -> list[Tensor]:
+        network = [*module.network.parameters(), *module.network.buffers()]
         states = [list(state.values()) for state in trainer.optimizers[0].state.values()]
         averages = self._keeper.average.average if self._keeper.average else []
-        held = [parameters, list(module.network.buffers()), states, averages, batch]
-        return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
+        return [leaf for leaf in tree_leaves([network, states, averages]) if isinstance(leaf, Tensor)]

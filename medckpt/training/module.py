@@ -35,6 +35,9 @@ class SegmentationModule(L.LightningModule):
         for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
+            if batch_idx % self.config.trainer.accumulate == 0:
+                # Lightning drops the last step's gradients after the forward pass; they need not be there during it.
+                optimizer.zero_grad()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = self.loss(self.network(batch["image"]), batch["label"])

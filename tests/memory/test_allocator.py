@@ -150,7 +150,8 @@ def test_random_requests(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_that_repeats_takes_no_more(seed: int) -> None:
     """Once everything is free again, the same requests find the same segments."""
-    sizes = [int(2 ** np.random.default_rng(seed).uniform(8, 25)) for _ in range(50)]
+    generator = np.random.default_rng(seed)
+    sizes = [int(2 ** generator.uniform(8, 25)) for _ in range(50)]
     allocator = CachingAllocator()
     reserved = []
     for _ in range(4):
