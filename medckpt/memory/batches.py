@@ -38,7 +38,25 @@ def _alike(first: StepGraph, second: StepGraph) -> bool:
         and len(first.storages) == len(second.storages)
         and words(first) == words(second)
         and all(a.kind == b.kind for a, b in zip(first.storages, second.storages, strict=True))
+        and all(_linear(a.call, b.call) for a, b in zip(first.ops, second.ops, strict=True))
     )
+
+
+def _linear(first: Any, second: Any) -> bool:
+    """Whether two calls have arguments of one form, and no tensor has two sides that follow the batch size."""
+    if isinstance(first, TensorSpec):
+        if not isinstance(second, TensorSpec) or len(first.shape) != len(second.shape) or first.dtype != second.dtype:
+            return False
+        return sum(a != b for a, b in zip(first.shape, second.shape, strict=True)) < 2
+    if isinstance(first, tuple):
+        return isinstance(second, tuple) and len(first) == len(second) and all(map(_linear, first, second))
+    if isinstance(first, dict):
+        return (
+            isinstance(second, dict)
+            and first.keys() == second.keys()
+            and all(map(_linear, first.values(), second.values()))
+        )
+    return type(first) is type(second)
 
 
 class _Line:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from medckpt.errors import ConfigError, suggest
@@ -127,25 +128,55 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def fake_copy(model: nn.Module, mode: FakeTensorMode, *, device: str | None = None) -> nn.Module:
     """Returns a deep copy of `model` whose parameters, buffers and other tensor attributes are fake, made by `mode`.
 
     Ties between parameters, and recompute if it is applied, are kept; no values are copied. Some networks (MONAI's
     SwinUNETR) cannot be built under a `FakeTensorMode`, hence the way through a real one. A model that is fake
     already is copied as it is.
+
+    Args:
+        model: any module, on any device.
+        mode: makes the fake tensors.
+        device: where they are; None leaves them on the model's.
+
+    Raises:
+        ConfigError: it cannot be copied: TorchScript, parameters without a shape yet, or what Python cannot copy.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: must be an nn.Module, not {type(model).__name__}.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(f"model: '{name}' is TorchScript, which cannot be traced. Give the Python module.")
+        if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+            raise ConfigError(
+                f"model: '{name}' ({type(module).__name__}) has no shapes yet. Call the model once on a small batch."
+            )
     memo: dict[int, object] = {}
     for module in model.modules():
         tensors = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or id(tensor) in memo:
                 continue
-            fake = tensor.detach() if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor.detach())
+            fake = tensor.detach() if isinstance(tensor, FakeTensor) else _made_fake(tensor.detach(), mode, device)
             if isinstance(tensor, nn.Parameter):
                 memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             else:
                 memo[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"model: {type(model).__name__} cannot be copied ({str(error).splitlines()[0]}). Take what Python cannot "
+            "copy (locks, open files, results of an earlier forward) out of its attributes."
+        ) from error
+
+
+def _made_fake(tensor: torch.Tensor, mode: FakeTensorMode, device: str | None) -> torch.Tensor:
+    if device is None or tensor.device.type == device:
+        return mode.from_tensor(tensor)
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -169,6 +169,7 @@ def storage_sizes(graph: StepGraph, profile: MemoryProfile) -> list[int]:
 def _measured(graph: StepGraph, live: list[int], scratch: list[Interval], unmodelled: dict[str, str]) -> list[Interval]:
     """Measures scratch memory, the most likely peak first, until no other operator could reach what is found."""
     known: dict[str, int] = {}
+    unknown: set[int] = set()
     found = list(scratch)
     highest = max(live)
     order = sorted(range(len(live)), key=lambda index: live[index] + scratch[index][2], reverse=True)
@@ -182,15 +183,19 @@ def _measured(graph: StepGraph, live: list[int], scratch: list[Interval], unmode
         if key not in known:
             try:
                 known[key] = measure_scratch(op)
-            except RuntimeError as error:
-                unmodelled[op.name] = f"its scratch memory could not be measured: {str(error).splitlines()[0]}"
+            except Exception as error:  # a custom operator may raise anything
+                line = next(iter(str(error).splitlines()), type(error).__name__)
+                unmodelled[op.name] = f"its scratch memory could not be measured: {line}"
+                unknown.add(index)
                 continue
         found[index] = (known[key],) * 3
         highest = max(highest, live[index] + known[key])
-    # What was not measured cannot set the peak: its guess must not either.
+    # What was left out cannot set the peak: its guess must not either. What could not be measured keeps its interval.
     return [
-        (low, min(expected, max(0, highest - now)), min(high, max(0, highest - now))) if low < high else (low,) * 3
-        for now, (low, expected, high) in zip(live, found, strict=True)
+        (low, min(expected, max(0, highest - now)), min(high, max(0, highest - now)))
+        if low < high and index not in unknown
+        else (low, expected, high)
+        for index, (now, (low, expected, high)) in enumerate(zip(live, found, strict=True))
     ]
 
 

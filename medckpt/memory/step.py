@@ -141,6 +141,11 @@ class StepRunner:
 def mean_of_squares(output: Any) -> Tensor:
     """Returns the mean of the squares of every floating tensor in `output`, summed: the loss of no task."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not tensors:
+        raise ConfigError(
+            f"loss: the model's output ({_describe(output)}) holds no floating tensor whose squares could be taken. "
+            "Give a loss of your own: loss=callable on the output."
+        )
     return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
 
 

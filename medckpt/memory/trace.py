@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,12 +50,16 @@ def trace_step(
             cannot be traced; the message names operator and module.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    net = apply_recompute(fake_copy(model, mode), recompute) if recompute else fake_copy(model, mode)
+    net = fake_copy(model, mode, device="cpu")
+    if recompute:
+        apply_recompute(net, recompute)
+    # A copy as well: the backward pass would leave fake gradients in its parameters.
+    criterion = fake_copy(loss, mode, device="cpu") if isinstance(loss, nn.Module) else loss
     with mode:
-        runner = StepRunner(net, tree_map_only(Tensor, lambda t: _fake(t, mode), inputs), loss, step)
+        runner = StepRunner(net, _fake_inputs(inputs, mode), criterion, step)
     recorder = _Recorder(StepGraph(rules=step.rules), net)
     for kind, tensors in runner.held().items():
-        recorder.hold(kind, [t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in tensors])
+        recorder.hold(kind, tensors)
     with (
         _no_collection(),
         _clear_errors(recorder),
@@ -68,6 +73,8 @@ def trace_step(
         runner.run(recorder.begin)
     recorder.mark("gradients", runner.gradients())
     recorder.references.clear()  # what is freed from here on is not the step's
+    # What is freed at one moment (autocast's casts) goes in an order that depends on addresses.
+    recorder.graph.events.sort(key=lambda event: (event[0], -event[2], event[1]))
     return recorder.graph
 
 
@@ -119,6 +126,8 @@ class _Recorder(TorchDispatchMode):
         self.sequence: list[int] = [0]
         self.region_at: list[str] = [""]
         """Which module was running when autograd gave out the node numbers from `sequence` on."""
+        self.failed: tuple[int, str] | None = None
+        """The last error that left a module's forward (its id: an error holds tensors), and the innermost such one."""
         self.region_of_parameter = {id(p): n.rpartition(".")[0] for n, p in net.named_parameters()}
 
     def begin(self, phase: Phase) -> None:
@@ -140,15 +149,18 @@ class _Recorder(TorchDispatchMode):
                 self.graph.storages[index].kind = kind
 
     def enter(self, name: str) -> None:
+        self.failed = None
         self.calls.append(name)
         self._note_region()
 
     def leave(self) -> None:
-        self.calls.pop()
+        name, error = self.calls.pop(), sys.exc_info()[1]
+        if error is not None and (self.failed is None or self.failed[0] != id(error)):
+            self.failed = id(error), name
         self._note_region()
 
     def _note_region(self) -> None:
-        if self.phase in FIRST:
+        if self.phase in (*FIRST, "backward"):  # backward: a reentrant checkpoint has nodes of its own
             self.sequence.append(torch._C._autograd._get_sequence_nr())
             self.region_at.append(self.calls[-1] if self.calls else self._outside())
 
@@ -169,6 +181,11 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket.__name__ in _WRONG_SHAPES:
+            raise ConfigError(
+                f"forecast: `{func}` (a recurrent network on a CPU) keeps a workspace that torch's fake tensors leave "
+                "out. Measure this model by a real step instead."
+            )
         result = func(*args, **kwargs)
         if func.namespace != "prim":  # questions such as a tensor's device
             self._record(func, args, kwargs, result)
@@ -182,6 +199,13 @@ class _Recorder(TorchDispatchMode):
         for tensor in inputs:
             known = self.known.get(tensor.untyped_storage()._cdata)
             if known is None:  # a constant of the model or the loss
+                if tensor.requires_grad and not isinstance(tensor, FakeTensor):
+                    raise ConfigError(
+                        f"forecast: the {phase} uses a real tensor of shape {tuple(tensor.shape)} that requires a "
+                        "gradient, and is no part of model, inputs or loss: a parameter of the model that a function "
+                        "holds? The forecast runs a copy of the model. Make the loss an nn.Module, or take "
+                        ".detach() of the tensor."
+                    )
                 self._register(tensor.untyped_storage(), Storage(_bytes(tensor), "inputs", born=-1))
             elif func is torch.ops.aten._to_copy.default and phase in ("forward", "recompute"):
                 cast = self.graph.storages[known].kind == "parameters"
@@ -247,24 +271,59 @@ def _clear_errors(recorder: _Recorder) -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
-            f"forecast: {_place(recorder)} reads values in `{error.func}`, which only a real run has, so the step "
-            "cannot be foreseen without one. Leave this part out of the forecast (another `loss=`, a fixed branch)."
+            f"forecast: {_place(recorder, error)} reads values in `{error.func}`, which only a real run has, so the "
+            "step cannot be foreseen without one. Leave this part out of the forecast (another `loss=`, a fixed "
+            "branch)."
         ) from error
     except UnsupportedOperatorException as error:
         raise ConfigError(
-            f"forecast: {_place(recorder)} uses `{error.func}`, which says nothing of its result's shape without "
-            "running. Give it a fake kernel (torch.library.register_fake), or leave it out."
+            f"forecast: {_place(recorder, error)} uses `{error.func}`, which says nothing of its result's shape "
+            "without running. Give it a fake kernel (torch.library.register_fake), or leave it out."
         ) from error
+    except RuntimeError as error:
+        way_out = next((words for found, words in _WAYS_OUT.items() if found in str(error)), None)
+        if way_out is None:
+            raise
+        line = str(error).splitlines()[0]
+        raise ConfigError(f"forecast: {_place(recorder, error)} cannot be traced ({line}). {way_out}") from error
 
 
-def _place(recorder: _Recorder) -> str:
-    return f"module '{recorder.calls[-1]}'" if recorder.calls else f"the {recorder.phase}"
+def _place(recorder: _Recorder, error: BaseException) -> str:
+    failed = recorder.failed[1] if recorder.failed is not None and recorder.failed[0] == id(error) else None
+    return f"the {recorder.phase}" if failed is None else f"module '{failed}'" if failed else "the model's own forward"
+
+
+_WRONG_SHAPES = ("mkldnn_rnn_layer",)
+"""Their fake kernels return less than the real ones: of an LSTM's step more than half would be missing."""
+
+_WAYS_OUT = {
+    ".numpy() is not supported": "Its values are only there in a real run: leave this part out of the forecast.",
+    "no fake impl registered": "Give the operator a fake kernel (torch.library.register_fake), or leave it out.",
+    "storage of SparseTensorImpl": "Sparse tensors and gradients are not foreseen: use dense ones (sparse=False).",
+}
+"""What torch says, and what can be done."""
+
+
+def _fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
+    made: dict[int, Tensor] = {}  # one tensor that is given twice stays one
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = _fake(tensor, mode)
+        return made[id(tensor)]
+
+    return tree_map_only(Tensor, fake, inputs)
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake tensor of the same layout, with a dense storage of its own, which is what a loader would hand over."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        layout = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise ConfigError(
+            f"inputs: a {layout} tensor of shape {tuple(tensor.shape)} cannot be foreseen. Give a dense one."
+        )
     with mode:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
