@@ -126,7 +126,6 @@ def _foresee_step(
     else:
         console.foreseen(forecast)
         forecast.plot(folder / "memory_timeline.png")
-        # The device's context is no part of what the allocator will have measured.
         predicted = forecast.allocated_bytes
         run_folder.note_memory(folder, {"predicted_peak_bytes": predicted, "forecast": forecast.to_dict()})
 

@@ -10,7 +10,7 @@ import torch
 from medckpt.memory.allocator import MIB, CachingAllocator, rounded
 from medckpt.memory.graph import Op, Phase, StepGraph
 from medckpt.memory.profile import MemoryProfile
-from medckpt.memory.workspace import Interval, estimate, has_scratch, is_custom, measure_scratch
+from medckpt.memory.workspace import Interval, estimate, is_custom, measure_scratch
 
 PARTS = (
     "parameters",
@@ -57,6 +57,9 @@ class Simulation:
 
     peak_bytes: int
     """All that the device holds at the worst instant, the runtime's context included."""
+    allocated_bytes: int
+    """The peak as the allocator counts it (`torch.cuda.max_memory_allocated`): without the runtime's context, and with
+    the rests of blocks that are too small to be split off."""
     peak_interval: tuple[int, int]
     """The same with every scratch memory and context at its lowest and at its highest; equal if all is measured."""
     reserved_bytes: tuple[int, int]
@@ -69,11 +72,6 @@ class Simulation:
     unmodelled: dict[str, str]
     """What is not certain, and why."""
 
-    @property
-    def allocated_bytes(self) -> int:
-        """The peak as `torch.cuda.max_memory_allocated` counts it: without the runtime's context."""
-        return self.peak_bytes - self.parts["context"]
-
 
 def simulate(graph: StepGraph, profile: MemoryProfile, *, measure: bool = False) -> Simulation:
     """Returns what the step takes on the device of `profile`.
@@ -84,7 +82,7 @@ def simulate(graph: StepGraph, profile: MemoryProfile, *, measure: bool = False)
         measure: run those convolutions alone, on this machine's CPU, whose scratch memory could set the peak; for
             a profile of a CPU only. Otherwise it is estimated, and the interval says how far that may be off.
     """
-    unmodelled = {
+    unmodelled = graph.notes | {
         op.name: "not an operator of torch: what its kernels allocate for themselves is not known"
         for op in graph.ops
         if is_custom(op)
@@ -103,8 +101,11 @@ def simulate(graph: StepGraph, profile: MemoryProfile, *, measure: bool = False)
     total = _cumulative(times) if times else [float(index + 1) for index in range(len(live))]
     fixed = library + context
     op = graph.ops[at]
+    peak = peaks[1][at] + fixed
+    replayed = None if profile.device == "cpu" else replay(graph, [one[1] for one in scratch], library)
     return Simulation(
-        peak_bytes=peaks[1][at] + fixed,
+        peak_bytes=peak,
+        allocated_bytes=peak if replayed is None else replayed.peak_allocated,
         peak_interval=(max(peaks[0]) + library + low_context, max(peaks[2]) + library + high_context),
         reserved_bytes=_reserved(graph, profile, scratch, max(peaks[0])),
         parts=_parts(graph, profile, at) | {"workspace": scratch[at][1] + library, "context": context},
@@ -177,7 +178,10 @@ def _measured(graph: StepGraph, live: list[int], scratch: list[Interval], unmode
         if live[index] + scratch[index][2] <= highest:
             break
         op = graph.ops[index]
-        if not has_scratch(op):
+        if scratch[index][0] == scratch[index][2]:
+            continue
+        if is_custom(op):  # its kernels may not stand the zeros that a measurement would give them
+            unknown.add(index)
             continue
         key = op.signature()
         if key not in known:
@@ -230,23 +234,25 @@ def _reserved(graph: StepGraph, profile: MemoryProfile, scratch: Sequence[Interv
         return lowest, lowest + max((high for _, _, high in scratch), default=0)
     library, (low_context, high_context) = profile.library_workspace_bytes, profile.context_bytes
     low = -(-(lowest + library) // (2 * MIB)) * 2 * MIB
-    high = replay(graph, [one[2] for one in scratch], library)
+    high = replay(graph, [one[2] for one in scratch], library).reserved
     slack = 1 + profile.reserve_slack[1]
     return low + low_context, int(high * slack) + high_context
 
 
-def replay(graph: StepGraph, scratch: Sequence[int], library_bytes: int = 0) -> int:
-    """Returns the bytes that CUDA's caching allocator reserves for two steps in a row."""
+def replay(graph: StepGraph, scratch: Sequence[int], library_bytes: int = 0) -> CachingAllocator:
+    """Returns CUDA's caching allocator as two steps in a row leave it; its peak is the second step's."""
     allocator = CachingAllocator()
     allocator.allocate(library_bytes)
-    for storage in graph.storages:
-        if storage.born < 0:
-            allocator.allocate(storage.nbytes)
+    before = [index for index, storage in enumerate(graph.storages) if storage.born < 0]
+    held: dict[int, int | None] = {}
     by_op: dict[int, list[tuple[int, int]]] = {}
     for index, storage_index, change in graph.events:
         by_op.setdefault(index, []).append((storage_index, change))
     for _ in range(2):
-        held: dict[int, int | None] = {}
+        for storage_index in before:  # an input that a step frees comes anew
+            if storage_index not in held:
+                held[storage_index] = allocator.allocate(graph.storages[storage_index].nbytes)
+        allocator.peak_allocated = allocator.allocated
         for index in range(len(graph.ops)):
             changes = by_op.get(index, [])
             for storage_index, change in changes:
@@ -257,6 +263,6 @@ def replay(graph: StepGraph, scratch: Sequence[int], library_bytes: int = 0) -> 
             for storage_index, change in changes:
                 if change < 0 and storage_index in held:
                     allocator.free(held.pop(storage_index))
-        for handle in held.values():  # gradients, until the next step begins
-            allocator.free(handle)
-    return allocator.reserved
+        for storage_index in [index for index in held if graph.storages[index].born >= 0]:
+            allocator.free(held.pop(storage_index))  # gradients, until the next step begins
+    return allocator

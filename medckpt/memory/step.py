@@ -50,6 +50,8 @@ class Step:
             raise ConfigError(f"optimizer: '{self.optimizer}' is not known. {_choices(self.optimizer, OptimizerName)}")
         if self.precision == "16-mixed" and self.rules == "cpu":
             raise ConfigError("precision=16-mixed: float16 training needs a GPU's GradScaler. Use 32 or bf16-mixed.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm: must be above 0, or None; not {self.clip_norm}.")
         if self.accumulate < 1:
             raise ConfigError(f"accumulate: must be at least 1, not {self.accumulate}.")
 

@@ -57,7 +57,7 @@ def trace_step(
     criterion = fake_copy(loss, mode, device="cpu") if isinstance(loss, nn.Module) else loss
     with mode:
         runner = StepRunner(net, _fake_inputs(inputs, mode), criterion, step)
-    recorder = _Recorder(StepGraph(rules=step.rules), net)
+    recorder = _Recorder(StepGraph(rules=step.rules, notes=_notes(model)), net)
     for kind, tensors in runner.held().items():
         recorder.hold(kind, tensors)
     with (
@@ -76,6 +76,17 @@ def trace_step(
     # What is freed at one moment (autocast's casts) goes in an order that depends on addresses.
     recorder.graph.events.sort(key=lambda event: (event[0], -event[2], event[1]))
     return recorder.graph
+
+
+def _notes(model: nn.Module) -> dict[str, str]:
+    """Returns what a model's own set-up changes that a trace of its eager operators does not see."""
+    notes = {}
+    for module in model.modules():
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            notes["torch.compile"] = "the model is foreseen as eager; what the compiler fuses or keeps is not known"
+        if type(module).__name__ in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
+            notes[type(module).__name__] = "one device is foreseen, without buckets, copies or shards"
+    return notes
 
 
 class _InPlaceAsReal(torch.overrides.TorchFunctionMode):

@@ -26,13 +26,25 @@ _NAMESPACES = {"aten", "prims", "_c10d_functional"}
 _CPU_GUESS, _CPU_BOUND = {4: 1.0, 2: 2.0}, {4: 2.0, 2: 4.0}
 """Scratch of a convolution on a CPU as a multiple of its tensors, by bytes per element: expected and highest seen."""
 
+_CPU_OTHERS = {
+    "mean.dim": 2.5,
+    "mm.default": 1.0,
+    "bmm.default": 1.0,
+    "addmm.default": 1.0,
+    "baddbmm.default": 1.0,
+    "_linalg_svd.default": 2.0,
+    "_scaled_dot_product_flash_attention_for_cpu.default": 1.0,
+    "_scaled_dot_product_flash_attention_for_cpu_backward.default": 1.0,
+}
+"""Other CPU operators whose kernels allocate: the highest seen, as a multiple of their tensors. Most often nothing."""
+
 Interval = tuple[int, int, int]
 """Bytes: lowest, expected, highest."""
 
 
 def has_scratch(op: Op) -> bool:
-    """Whether the operator's kernels are known to allocate more than their results."""
-    return op.name in _CONVOLUTIONS or op.name == _FLASH_BACKWARD or is_custom(op)
+    """Whether kernels of the operator, on some device, are known to allocate more than their results."""
+    return op.name in _CONVOLUTIONS or op.name == _FLASH_BACKWARD or op.name in _CPU_OTHERS or is_custom(op)
 
 
 def is_custom(op: Op) -> bool:
@@ -54,6 +66,8 @@ def estimate(op: Op, profile: MemoryProfile) -> Interval:
     if is_custom(op):
         return 0, 0, op.bytes_moved
     moved = op.bytes_moved
+    if op.name in _CPU_OTHERS:
+        return 0, 0, int(_CPU_OTHERS[op.name] * moved) if profile.device == "cpu" else 0
     if profile.device == "cpu":
         width = op.dtype.itemsize
         return 0, int(_CPU_GUESS.get(width, 1.0) * moved), int(_CPU_BOUND.get(width, 2.0) * moved) + _columns(op)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -131,7 +133,7 @@ def test_random_requests(seed: int) -> None:
             assert made not in live
             live[made] = nbytes
         spans = sorted((handle, handle + rounded(nbytes)) for handle, nbytes in live.items())
-        assert all(end <= start for (_, end), (start, _) in zip(spans[:-1], spans[1:], strict=True)), "overlap"
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "overlap"
         asked = sum(rounded(nbytes) for nbytes in live.values())
         # An unsplit rest is at most 1 MiB per block.
         assert asked <= allocator.allocated <= asked + MIB * len(live)
