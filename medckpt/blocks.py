@@ -81,7 +81,6 @@ class SwinUnetrConfig:
     use_v2: bool = False
     """One residual convolution block in front of each stage."""
 
-    depends_on_patch: ClassVar[bool] = False  # one network takes every legal patch
     DIVISOR: ClassVar[int] = 32  # patch embedding 2, then four halvings
 
     def __post_init__(self) -> None:
@@ -124,7 +123,6 @@ class UnetrConfig:
     num_heads: int = 12
     dropout_rate: float = 0.0
 
-    depends_on_patch: ClassVar[bool] = True  # a position embedding per token
     DIVISOR: ClassVar[int] = 16  # the side of a token
 
     def __post_init__(self) -> None:

@@ -196,7 +196,7 @@ def _plan(words: list[str]) -> int:
         from medckpt.search_path import recipe_names
 
         raise ConfigError(f"say which recipe: medckpt plan recipe=NAME. {suggest('', recipe_names())}")
-    from medckpt import console, run
+    from medckpt import console, machine, run
 
     console.speak_on(stderr=as_json)
     planned = run.plan(
@@ -206,6 +206,7 @@ def _plan(words: list[str]) -> int:
         classes=_whole(own, "classes"),
         sides=_sides(own.get("sides")),
         output=Path(own.get("output", "plans")),
+        workers=machine.cpu_count(),
     )
     if as_json:
         print(json.dumps(planned.to_dict()))

@@ -6,17 +6,17 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from torch import nn
+
+from medckpt.memory.explain import Explanation, explain
 from medckpt.memory.profile import MemoryProfile
+from medckpt.memory.regions import find_regions
+from medckpt.memory.simulate import Moment, Simulation, Where, simulate
+from medckpt.memory.step import Loss, OptimizerName, Precision, Step
+from medckpt.memory.trace import trace_step
 from medckpt.profiles import load_profile
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from medckpt.memory.explain import Explanation
-    from medckpt.memory.simulate import Moment, Simulation, Where
-    from medckpt.memory.step import Loss, OptimizerName, Precision
 
 MIB, GIB = 2**20, 2**30
 Fits = Literal["yes", "no", "unsure", "unknown"]
@@ -187,12 +187,6 @@ def forecast(
     Raises:
         ConfigError: a setting is not known; the model decides by values that only a real run has.
     """
-    from medckpt.memory.explain import explain
-    from medckpt.memory.regions import find_regions
-    from medckpt.memory.simulate import simulate
-    from medckpt.memory.step import Step
-    from medckpt.memory.trace import trace_step
-
     profile = load_profile(memory)
     rules: Literal["cpu", "cuda"] = "cpu" if profile.device == "cpu" else "cuda"
     step = Step(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any, Literal
 
 import torch
@@ -32,6 +34,7 @@ POLICIES: tuple[Literal["none", "all"], ...] = ("none", "all")
 
 _TRACED = (2, 3)
 """Batch sizes that are traced; larger ones follow from these two."""
+_TRACES_PER_PATCH = len(POLICIES) * (1 + len(_TRACED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,7 @@ def plan(
     task: Task,
     *,
     sides: Sequence[int] = SIDES,
+    workers: int = 1,
     advance: Callable[[], None] = lambda: None,
 ) -> StepPlan:
     """Returns the forecast of a recipe's step on a device, and a table of other patch and batch sizes.
@@ -101,28 +105,27 @@ def plan(
         profile: the device, complete (see `load_profile`).
         task: channels and classes.
         sides: of the cubes that the table looks at; those that the network does not take are left out.
+        workers: processes that trace the table; above 1 the caller's main module is imported by each of them.
         advance: called after each traced step, of which there are `traces_of(config, sides)`.
 
     Raises:
         ConfigError: the device does not train in the precision that is asked for.
     """
-    chosen = forecast_run(config, profile, task)
-    advance()
-    cells: list[Cell] = []
-    network: torch.nn.Module | None = None
-    for patch_size in patch_sizes(config, sides):
-        if network is None or config.model.depends_on_patch:
-            network = _network(config, profile, task, patch_size)
-        for policy in POLICIES:
-            graphs: dict[int, StepGraph] = {}
-            for batch in (1, *_TRACED):
-                graphs[batch] = trace_run(config, profile, task, patch_size, batch, policy, network)
+    patches = patch_sizes(config, sides)
+    # Fresh interpreters: a forked one would share torch's threads, which do not survive a fork.
+    pool = ProcessPoolExecutor(min(workers, len(patches)), get_context("spawn")) if workers > 1 and patches else None
+    try:
+        jobs = [pool.submit(_rows, config, profile, task, patch) for patch in patches] if pool else []
+        chosen = forecast_run(config, profile, task)
+        advance()
+        cells: list[Cell] = []
+        for index, patch in enumerate(patches):
+            cells += jobs[index].result() if jobs else _rows(config, profile, task, patch)
+            for _ in range(_TRACES_PER_PATCH):
                 advance()
-            for batch in PATCHES_PER_STEP:
-                graph = graphs.get(batch) or extrapolate((graphs[2], graphs[3]), _TRACED, batch)
-                # A network that does other things at other batch sizes has to be traced at each.
-                graph = graph or trace_run(config, profile, task, patch_size, batch, policy, network)
-                cells.append(_cell(graph, profile, patch_size, batch, policy))
+    finally:
+        if pool:
+            pool.shutdown(wait=False, cancel_futures=True)
     return StepPlan(
         config=config,
         profile=profile,
@@ -133,9 +136,25 @@ def plan(
     )
 
 
+def _rows(config: RunConfig, profile: MemoryProfile, task: Task, patch_size: Triple) -> list[Cell]:
+    """Returns the table's rows of one patch size."""
+    network = _network(config, profile, task, patch_size)
+    cells = []
+    for policy in POLICIES:
+        graphs = {
+            batch: trace_run(config, profile, task, patch_size, batch, policy, network) for batch in (1, *_TRACED)
+        }
+        for batch in PATCHES_PER_STEP:
+            graph = graphs.get(batch) or extrapolate((graphs[2], graphs[3]), _TRACED, batch)
+            # A network that does other things at other batch sizes has to be traced at each.
+            graph = graph or trace_run(config, profile, task, patch_size, batch, policy, network)
+            cells.append(_cell(graph, profile, patch_size, batch, policy))
+    return cells
+
+
 def traces_of(config: RunConfig, sides: Sequence[int] = SIDES) -> int:
     """Returns how many steps a plan traces."""
-    return 1 + len(patch_sizes(config, sides)) * len(POLICIES) * (1 + len(_TRACED))
+    return 1 + len(patch_sizes(config, sides)) * _TRACES_PER_PATCH
 
 
 def patch_sizes(config: RunConfig, sides: Sequence[int] = SIDES) -> list[Triple]:

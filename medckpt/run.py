@@ -167,6 +167,7 @@ def plan(
     classes: int | None = None,
     sides: Sequence[int] | None = None,
     output: Path = Path("plans"),
+    workers: int = 1,
 ) -> planner.StepPlan:
     """Forecasts a recipe's training step on a device that need not be here, prints it, and leaves picture and JSON.
 
@@ -176,6 +177,7 @@ def plan(
         channels: of a scan; None takes the data's, or 1.
         classes: background included; None takes the data's, or 14.
         sides: of the cubes in the table; None takes the usual ones.
+        workers: processes that trace the table; above 1 a script needs the `if __name__ == "__main__"` guard.
         output: folder of the plan's own folder, which is named by recipe and device and replaced.
 
     Raises:
@@ -188,7 +190,7 @@ def plan(
     task = _task(config, channels, classes)
     sides = planner.SIDES if sides is None else sides
     with console.bar("trace", planner.traces_of(config, sides)) as advance:
-        found = planner.plan(config, profile, task, sides=sides, advance=advance)
+        found = planner.plan(config, profile, task, sides=sides, workers=workers, advance=advance)
     folder = output / f"{config.recipe}-{profile.name}"
     found.chosen.plot(folder / "memory_timeline.png")
     write_json(folder / "plan.json", found.to_dict())

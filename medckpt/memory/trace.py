@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo  # the first fake operator would import it, in the middle of a trace
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
