@@ -216,7 +216,7 @@ def _plan(words: list[str]) -> int:
 def _whole(keys: dict[str, str], key: str) -> int | None:
     if key not in keys:
         return None
-    if not keys[key].isdigit() or int(keys[key]) < 1:
+    if not (keys[key].isascii() and keys[key].isdigit()) or int(keys[key]) < 1:
         raise ConfigError(f"{key}={keys[key]}: must be a whole number, 1 or more.")
     return int(keys[key])
 
@@ -225,7 +225,7 @@ def _sides(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     words = [word for word in text.strip("[]").replace(" ", "").split(",") if word]
-    if not all(word.isdigit() and int(word) > 0 for word in words):
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
         raise ConfigError(f"sides={text}: must be whole numbers, for example sides=[64,96,128].")
     return tuple(map(int, words))
 

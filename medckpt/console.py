@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -246,7 +247,7 @@ def _plan_table(plan: StepPlan) -> Table:
     batches = sorted({cell.patches_per_step for cell in plan.cells})
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("patch", no_wrap=True)
-    table.add_column("recompute")
+    table.add_column("recompute", no_wrap=True)
     for batch in batches:
         table.add_column(f"{batch} per step", justify="right", no_wrap=True)
     rows: dict[tuple[Any, str], list[str]] = {}
@@ -266,18 +267,17 @@ def _count(number: int, what: str) -> str:
 
 def _advice(plan: StepPlan) -> str:
     """Says what to type next: the recipe if it fits, else the largest step of the same patch that does."""
-    config, profile = plan.config, plan.profile
-    words = f"medckpt train recipe={config.recipe}"
     if plan.chosen.fits in ("yes", "unknown"):
-        return f"Next:    {words} on that machine"
-    same = [cell for cell in plan.cells if cell.patch_size == config.sampler.patch_size and cell.fits == "yes"]
+        return f"Next, on that machine:\n  {escape(plan.command)}"
+    patch = plan.config.sampler.patch_size
+    same = [cell for cell in plan.cells if cell.patch_size == patch and cell.fits == "yes"]
     if not same:
-        return f"Next:    nothing of this patch surely fits in {profile.name}; take a smaller sampler.patch_size."
+        return f"Nothing of this patch surely fits in {escape(plan.profile.name)}: take a smaller sampler.patch_size."
     best = max(same, key=lambda cell: (cell.patches_per_step, cell.activation_ckpt == "none"))
-    return (
-        f"Next:    {words} sampler.patches_per_step={best.patches_per_step} activation_ckpt={best.activation_ckpt} "
-        "is the largest step of this patch that surely fits."
-    )
+    changed = {"sampler.patches_per_step": str(best.patches_per_step), "activation_ckpt": best.activation_ckpt}
+    words = [word for word in shlex.split(plan.command) if word.partition("=")[0] not in changed]
+    command = shlex.join([*words, *(f"{key}={value}" for key, value in changed.items())])
+    return f"The largest step of this patch that surely fits; next, on that machine:\n  {escape(command)}"
 
 
 def predicted(files: Sequence[Path], labels: dict[str, int]) -> None:

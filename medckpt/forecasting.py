@@ -190,7 +190,7 @@ def forecast(
     profile = load_profile(memory)
     rules: Literal["cpu", "cuda"] = "cpu" if profile.device == "cpu" else "cuda"
     step = Step(
-        precision=precision,
+        precision=str(precision),  # type: ignore[arg-type]  # 32 is the same as "32"
         optimizer=optimizer,
         clip_norm=clip_norm,
         accumulate=accumulate,

@@ -66,6 +66,7 @@ data      read for its channels and classes only; without it channels=1 classes=
 sides     cubes in the table: sides=[64,96,128,160,192]; sides=[] leaves the table out
 output    folder for memory_timeline.png and plan.json (default: plans)
 --json prints plan.json and nothing else on standard output.
+Exit code: 0 it fits or may fit (see "fits" in the JSON), 3 it does not, 2 for what is wrong with the words.
 """
 
 PROFILE = """\

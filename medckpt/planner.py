@@ -32,6 +32,8 @@ SIDES = (64, 96, 128, 160, 192)
 """Sides of the cubes that a plan's table looks at, beside the recipe's own patch."""
 POLICIES: tuple[Literal["none", "all"], ...] = ("none", "all")
 
+_PASSES = 2
+"""Passes per step that are traced: the third takes no more memory than the second."""
 _TRACED = (2, 3)
 """Batch sizes that are traced; larger ones follow from these two."""
 _TRACES_PER_PATCH = len(POLICIES) * (1 + len(_TRACED))
@@ -73,11 +75,14 @@ class StepPlan:
     chosen: Forecast
     """The recipe as it stands."""
     cells: tuple[Cell, ...]
+    command: str
+    """What trains this step: the recipe as it was asked for, with every setting."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the facts, fit for JSON."""
         return {
             "recipe": self.config.recipe,
+            "command": self.command,
             "patch_size": list(self.config.sampler.patch_size),
             "patches_per_step": self.config.sampler.patches_per_step,
             "activation_ckpt": self.config.activation_ckpt,
@@ -96,6 +101,7 @@ def plan(
     *,
     sides: Sequence[int] = SIDES,
     workers: int = 1,
+    command: str = "",
     advance: Callable[[], None] = lambda: None,
 ) -> StepPlan:
     """Returns the forecast of a recipe's step on a device, and a table of other patch and batch sizes.
@@ -106,6 +112,7 @@ def plan(
         task: channels and classes.
         sides: of the cubes that the table looks at; those that the network does not take are left out.
         workers: processes that trace the table; above 1 the caller's main module is imported by each of them.
+        command: what trains this step, for the advice.
         advance: called after each traced step, of which there are `traces_of(config, sides)`.
 
     Raises:
@@ -133,6 +140,7 @@ def plan(
         precision=precision_on(config, profile),
         chosen=chosen,
         cells=tuple(cells),
+        command=command or f"medckpt train recipe={config.recipe}",
     )
 
 
@@ -148,7 +156,7 @@ def _rows(config: RunConfig, profile: MemoryProfile, task: Task, patch_size: Tri
             graph = graphs.get(batch) or extrapolate((graphs[2], graphs[3]), _TRACED, batch)
             # A network that does other things at other batch sizes has to be traced at each.
             graph = graph or trace_run(config, profile, task, patch_size, batch, policy, network)
-            cells.append(_cell(graph, profile, patch_size, batch, policy))
+            cells.append(_cell(graph, profile, patch_size, batch, policy, config.trainer.accumulate))
     return cells
 
 
@@ -199,7 +207,7 @@ def trace_run(
     step = Step(
         precision=precision,
         clip_norm=config.optimizer.clip_norm,
-        accumulate=config.trainer.accumulate,
+        accumulate=min(config.trainer.accumulate, _PASSES),
         averages=config.trainer.ema_decay is not None,
         weight_cache=False,  # as Lightning trains
         rules="cpu" if profile.device == "cpu" else "cuda",
@@ -234,9 +242,16 @@ def _network(config: RunConfig, profile: MemoryProfile, task: Task, patch_size: 
 
 
 def _cell(
-    graph: StepGraph, profile: MemoryProfile, patch_size: Triple, patches: int, policy: Literal["none", "all"]
+    graph: StepGraph,
+    profile: MemoryProfile,
+    patch_size: Triple,
+    patches: int,
+    policy: Literal["none", "all"],
+    accumulate: int,
 ) -> Cell:
     found = simulate(graph, profile)
+    # Clipping and optimizer, which run once, are a small share of a step of several passes.
+    repeats = accumulate / min(accumulate, _PASSES)
     return Cell(
         patch_size=patch_size,
         patches_per_step=patches,
@@ -245,5 +260,5 @@ def _cell(
         peak_interval=found.peak_interval,
         reserved_bytes=found.reserved_bytes,
         fits=fits_in(profile, found.reserved_bytes),
-        step_ms=found.step_ms,
+        step_ms=None if found.step_ms is None else found.step_ms * repeats,
     )

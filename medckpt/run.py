@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,9 +191,12 @@ def plan(
     console.scaled(recipe, composed.scaled)
     task = _task(config, channels, classes)
     sides = planner.SIDES if sides is None else sides
+    # The profile is of a device that the training will find by itself.
+    kept = [word for word in overrides if not word.startswith("memory=")]
+    command = shlex.join(["medckpt", "train", f"recipe={recipe}", *kept])
     with console.bar("trace", planner.traces_of(config, sides)) as advance:
-        found = planner.plan(config, profile, task, sides=sides, workers=workers, advance=advance)
-    folder = output / f"{config.recipe}-{profile.name}"
+        found = planner.plan(config, profile, task, sides=sides, workers=workers, command=command, advance=advance)
+    folder = output / re.sub(r"[^\w.-]+|^\.+", "_", f"{config.recipe}-{profile.name}")
     found.chosen.plot(folder / "memory_timeline.png")
     write_json(folder / "plan.json", found.to_dict())
     console.planned(found, folder / "memory_timeline.png")

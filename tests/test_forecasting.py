@@ -286,3 +286,32 @@ def test_networks_of_monai(name: str) -> None:
 def test_recurrent_networks_are_refused_on_a_card_with_the_reason() -> None:
     with pytest.raises(MedckptError, match=r"lstm.*cuDNN's recurrent networks"):
         forecast(Recurrent(), torch.empty(2, 5, 8), memory=CARD)
+
+
+def test_what_the_caller_has_switched_changes_nothing() -> None:
+    """Gradients off, a device by default, an autocast around it: those are for the caller's own work."""
+    network, image = nn.Sequential(nn.Conv3d(1, 4, 3), nn.ReLU(), nn.Conv3d(4, 2, 1)), torch.empty(2, 1, 16, 16, 16)
+    expected = forecast(network, image, precision="32").peak_bytes
+    for context in (
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.device("meta"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        with context:
+            assert forecast(network, image, precision="32").peak_bytes == expected
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_losses_that_hold_real_tensors() -> None:
+    label = torch.zeros(2, 16, 16, 16, dtype=torch.long)
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(2))
+    larger, weights = torch.zeros(2, 2, 32, 32, 32), torch.ones(3)
+    for loss in (
+        lambda logits: criterion(logits, label),
+        lambda logits: nn.functional.mse_loss(logits, nn.functional.interpolate(larger, size=(16, 16, 16))),
+        lambda logits: logits.square().mean() * (2 if min(weights) > 0 else 1),
+    ):
+        for precision in ("32", "bf16-mixed"):
+            consistent(of(loss=loss, precision=precision))

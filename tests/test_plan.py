@@ -42,8 +42,10 @@ def test_a_training_says_what_it_will_take_and_then_what_it_took(
     assert "unknown size" not in printed.err
     (run,) = tmp_path.iterdir()
     memory = json.loads((run / "memory.json").read_text())
-    # Of these tiny steps a few hundred KiB of the loader's and the trainer's own are 1 %.
-    assert memory["predicted_peak_bytes"] == pytest.approx(memory["measured_peak_bytes"], rel=0.02)
+    # The loader's batches (the next, this one, the last) are not the step's; beside so small a network they count.
+    batch_bytes = 64 * 32 * 32 * (4 + 1)
+    more = memory["measured_peak_bytes"] - memory["predicted_peak_bytes"]
+    assert -0.01 * memory["measured_peak_bytes"] < more < 0.01 * memory["measured_peak_bytes"] + 3 * batch_bytes
     assert sum(memory["forecast"]["parts"].values()) == memory["predicted_peak_bytes"]
     assert memory["measure"] == "allocator events of the first full step"
     assert memory["process_peak_bytes"] > memory["measured_peak_bytes"]
@@ -73,7 +75,7 @@ def test_plan_prints_its_table_leaves_a_picture_and_answers_programs(
     folder = tmp_path / "swin_mr-t4_16gb"
     assert json.loads((folder / "plan.json").read_text()) == found
     assert (folder / "memory_timeline.png").stat().st_size > 10_000
-    for text in ("NVIDIA T4", "14.56 GiB", "2 channels, 4 classes", "saved", "Next:", "64x64x64"):
+    for text in ("NVIDIA T4", "14.56 GiB", "2 channels, 4 classes", "saved", "on that machine:", "64x64x64"):
         assert text in screen, text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,11 @@ from medckpt.errors import ConfigError, suggest
 _POSITIVE = ("capacity_bytes", "bandwidth_gb_s", "fp32_tflops", "tf32_tflops", "bf16_tflops", "fp16_tflops")
 _SHARES = ("bandwidth_share", "matmul_share", "conv_share")
 _INTERVALS = ("context_bytes", "conv_workspace", "reserve_slack")
+
+
+def _numbers(value: object) -> list[float]:
+    values = value if isinstance(value, tuple) else (value,)
+    return [one for one in values if isinstance(one, int | float)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,9 @@ class MemoryProfile:
             for name in _INTERVALS
             if list(getattr(self, name)) != sorted(getattr(self, name)) or not getattr(self, name)[0] >= 0
         ]
+        numbers = [v for item in dataclasses.fields(self) for v in _numbers(getattr(self, item.name))]
+        if not all(map(math.isfinite, numbers)):
+            problems.append("every figure must be a finite number.")
         if self.library_workspace_bytes < 0 or any(size < 0 for size in self.workspaces.values()):
             problems.append("library_workspace_bytes, workspaces: must be 0 or above.")
         fields = [item.name for item in dataclasses.fields(self)]

@@ -29,6 +29,7 @@ from medckpt.memory.apply import apply_recompute
 from medckpt.memory.autocast import cuda_rules, real_constants
 from medckpt.memory.graph import FIRST, Kind, Op, Phase, StepGraph, Storage, TensorSpec
 from medckpt.memory.measure import fake_copy
+from medckpt.memory.operands import FakeOperands, InPlaceAsReal, tensors_in
 from medckpt.memory.step import Loss, Step, StepRunner
 
 
@@ -56,7 +57,7 @@ def trace_step(
         apply_recompute(net, recompute)
     # A copy as well: the backward pass would leave fake gradients in its parameters.
     criterion = fake_copy(loss, mode, device="cpu") if isinstance(loss, nn.Module) else loss
-    with mode:
+    with torch.inference_mode(False), torch.device("cpu"), mode:
         runner = StepRunner(net, _fake_inputs(inputs, mode), criterion, step)
     recorder = _Recorder(StepGraph(rules=step.rules, notes=_notes(model)), net)
     for kind, tensors in runner.held().items():
@@ -66,9 +67,15 @@ def trace_step(
         _clear_errors(recorder),
         _calls_watched(net, recorder),
         _device_rules(step),
+        # Whoever calls may have switched gradients or autocast, or chosen a device, for work of his own.
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _no_outer_autocast(),
+        torch.device("cpu"),
         mode,
         real_constants(),
-        _InPlaceAsReal(),
+        FakeOperands(mode),
+        InPlaceAsReal(),
         recorder,
     ):
         runner.run(recorder.begin)
@@ -90,21 +97,15 @@ def _notes(model: nn.Module) -> dict[str, str]:
     return notes
 
 
-class _InPlaceAsReal(torch.overrides.TorchFunctionMode):
-    """Lets autograd go on after an in-place operator on a view as it does on real tensors: by `as_strided`.
-
-    On fake tensors it replays the view instead, whose backward keeps the incoming gradient alive for longer. Code that
-    drops the operator's result and goes on with its argument still takes that way.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
-        if in_place and args and isinstance(args[0], FakeTensor) and torch.is_grad_enabled() and args[0]._is_view():
-            view, base = args[0], args[0]._base
-            if base is not None and base.requires_grad:
-                args = (base.as_strided(view.shape, view.stride(), view.storage_offset()), *args[1:])
-        return func(*args, **(kwargs or {}))
+@contextmanager
+def _no_outer_autocast() -> Iterator[None]:
+    """Switches a surrounding autocast off; one more `torch.autocast` would keep the casts of those inside it alive."""
+    was_on = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", was_on)
 
 
 @contextmanager
@@ -204,7 +205,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        inputs, outputs = list(_tensors((*args, *kwargs.values()))), list(_tensors((result,)))
+        inputs, outputs = list(tensors_in((*args, *kwargs.values()))), list(tensors_in((result,)))
         region, phase = self.where()
         index = len(self.graph.ops)
         cast = False
@@ -339,14 +340,6 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     with mode:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
-
-
-def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(tuple(value))
 
 
 def _spec(value: Any) -> Any:

@@ -47,6 +47,7 @@ def made_by_hand(bands: dict[str, tuple[int, ...]], step: list[tuple[str, Phase]
     )
     simulation = Simulation(
         peak_bytes=max(totals),
+        allocated_bytes=max(totals),
         peak_interval=(max(totals), max(totals)),
         reserved_bytes=(max(totals), 2 * max(totals)),
         parts={},
