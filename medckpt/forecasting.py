@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from medckpt.memory.explain import Explanation, explain
+from medckpt.memory.graph import StepGraph
 from medckpt.memory.profile import MemoryProfile
 from medckpt.memory.regions import find_regions
 from medckpt.memory.simulate import Moment, Simulation, Where, simulate
@@ -200,5 +201,10 @@ def forecast(
     )
     regions = find_regions(model, policy) if isinstance(policy, str) else tuple(policy or ())  # type: ignore[arg-type]
     graph = trace_step(model, inputs, step, loss, recompute=regions)
-    simulation = simulate(graph, profile, measure=rules == "cpu")
+    return forecast_of(graph, profile)
+
+
+def forecast_of(graph: StepGraph, profile: MemoryProfile) -> Forecast:
+    """Returns the forecast of a traced step; on a CPU, with scratch memory measured where it decides."""
+    simulation = simulate(graph, profile, measure=profile.device == "cpu")
     return Forecast(simulation=simulation, explanation=explain(graph, simulation, profile), profile=profile)

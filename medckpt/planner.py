@@ -14,9 +14,8 @@ import torch
 from medckpt.blocks import Triple
 from medckpt.config import RunConfig
 from medckpt.errors import ConfigError
-from medckpt.forecasting import Fits, Forecast, fits_in
+from medckpt.forecasting import Fits, Forecast, fits_in, forecast_of
 from medckpt.memory.batches import extrapolate
-from medckpt.memory.explain import explain
 from medckpt.memory.graph import StepGraph
 from medckpt.memory.profile import MemoryProfile
 from medckpt.memory.regions import find_regions
@@ -25,7 +24,7 @@ from medckpt.memory.step import Precision, Step
 from medckpt.memory.trace import trace_step
 from medckpt.models.build import build_model
 from medckpt.training.losses import DiceCrossEntropy
-from medckpt.training.precision import keep_thin_convolutions_exact, resolve_precision
+from medckpt.training.precision import prepare_network, resolve_precision
 
 PATCHES_PER_STEP = (1, 2, 4, 8)
 SIDES = (64, 96, 128, 160, 192)
@@ -156,7 +155,7 @@ def _rows(config: RunConfig, profile: MemoryProfile, task: Task, patch_size: Tri
             graph = graphs.get(batch) or extrapolate((graphs[2], graphs[3]), _TRACED, batch)
             # A network that does other things at other batch sizes has to be traced at each.
             graph = graph or trace_run(config, profile, task, patch_size, batch, policy, network)
-            cells.append(_cell(graph, profile, patch_size, batch, policy, config.trainer.accumulate))
+            cells.append(_cell(graph, profile, patch_size, batch, policy))
     return cells
 
 
@@ -179,18 +178,13 @@ def forecast_run(
 
     `network`, if it is built already, has recompute applied as `activation_ckpt` says; it is left untouched.
     """
-    sampler = config.sampler
-    graph = trace_run(
-        config,
-        profile,
-        task,
-        sampler.patch_size,
-        sampler.patches_per_step,
-        "none" if network else config.activation_ckpt,
-        network or _network(config, profile, task, sampler.patch_size),
-    )
-    simulation = simulate(graph, profile, measure=profile.device == "cpu")
-    return Forecast(simulation=simulation, explanation=explain(graph, simulation, profile), profile=profile)
+    sampler, policy = config.sampler, config.activation_ckpt
+    if network is None:
+        network = _network(config, profile, task, sampler.patch_size)
+    else:
+        policy = "none"  # it has been applied
+    graph = trace_run(config, profile, task, sampler.patch_size, sampler.patches_per_step, policy, network)
+    return forecast_of(graph, profile)
 
 
 def trace_run(
@@ -215,9 +209,12 @@ def trace_run(
     criterion = DiceCrossEntropy(config.loss)
     image = torch.empty((patches, task.channels, *patch_size), device="meta")
     label = torch.empty((patches, 1, *patch_size), dtype=torch.uint8)  # never written to: takes no memory
-    return trace_step(
+    graph = trace_step(
         network, image, step, lambda logits: criterion(logits, label), recompute=find_regions(network, policy)
     )
+    # Clipping and optimizer, which run once, are a small share of a step of several passes.
+    graph.repeats = config.trainer.accumulate / step.accumulate
+    return graph
 
 
 def precision_on(config: RunConfig, profile: MemoryProfile) -> Precision:
@@ -236,8 +233,7 @@ def precision_on(config: RunConfig, profile: MemoryProfile) -> Precision:
 
 def _network(config: RunConfig, profile: MemoryProfile, task: Task, patch_size: Triple) -> torch.nn.Module:
     network = build_model(config.model, in_channels=task.channels, out_channels=task.classes, patch=patch_size)
-    if profile.device == "cpu" and precision_on(config, profile) == "bf16-mixed":
-        keep_thin_convolutions_exact(network)
+    prepare_network(network, config.precision, "cpu" if profile.device == "cpu" else "cuda")
     return network
 
 
@@ -247,11 +243,8 @@ def _cell(
     patch_size: Triple,
     patches: int,
     policy: Literal["none", "all"],
-    accumulate: int,
 ) -> Cell:
     found = simulate(graph, profile)
-    # Clipping and optimizer, which run once, are a small share of a step of several passes.
-    repeats = accumulate / min(accumulate, _PASSES)
     return Cell(
         patch_size=patch_size,
         patches_per_step=patches,
@@ -260,5 +253,5 @@ def _cell(
         peak_interval=found.peak_interval,
         reserved_bytes=found.reserved_bytes,
         fits=fits_in(profile, found.reserved_bytes),
-        step_ms=None if found.step_ms is None else found.step_ms * repeats,
+        step_ms=found.step_ms,
     )

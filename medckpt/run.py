@@ -37,7 +37,7 @@ from medckpt.training import state
 from medckpt.training.first_step import CPU_MEASURE, CUDA_MEASURE
 from medckpt.training.fit import fit
 from medckpt.training.metrics import CaseScore, score_case, summarize
-from medckpt.training.precision import Device, keep_thin_convolutions_exact, resolve_precision
+from medckpt.training.precision import Device, prepare_network
 
 log = logging.getLogger("medckpt")
 
@@ -317,8 +317,7 @@ def make_network(config: RunConfig, dataset: Dataset, device: Device) -> torch.n
         out_channels=len(dataset.labels),
         patch=config.sampler.patch_size,
     )
-    if device == "cpu" and resolve_precision(config.precision, device) == "bf16-mixed":
-        keep_thin_convolutions_exact(network)
+    prepare_network(network, config.precision, device)
     return apply_recompute(network, find_regions(network, config.activation_ckpt))
 
 

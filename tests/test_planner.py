@@ -180,3 +180,12 @@ def test_settings_of_the_trainer_count() -> None:
     every, _ = tiny_plan()  # the recipe's own: clipping and averaged weights
     assert {"clip", "average", "recompute"} <= {moment.phase for moment in every.chosen.timeline}
     assert every.chosen.parts["averages"] > 0
+
+
+def test_passes_that_are_not_traced_take_their_time() -> None:
+    """Eight passes are traced as two: the same peak, four times as long, in the recipe's own row and in the table."""
+    profile = load_profile("a100_40gb")
+    two, eight = (forecast_run(config_of(f"trainer.accumulate={n}"), profile, TASK) for n in (2, 8))
+    assert eight.peak_bytes == two.peak_bytes
+    assert two.step_ms is not None
+    assert eight.step_ms == pytest.approx(4 * two.step_ms)

@@ -26,6 +26,7 @@ def extrapolate(graphs: tuple[StepGraph, StepGraph], batches: tuple[int, int], b
         storages=[line.storage(a, b) for a, b in zip(first.storages, second.storages, strict=True)],
         events=first.events,
         rules=first.rules,
+        repeats=first.repeats,
         notes=first.notes,
     )
 

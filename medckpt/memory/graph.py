@@ -97,6 +97,8 @@ class StepGraph:
     events: list[tuple[int, int, int]] = field(default_factory=list)
     """(operator index, storage index, +1 birth or -1 death), in order; the births of an operator come first."""
     rules: Literal["cuda", "cpu"] = "cuda"
+    repeats: float = 1.0
+    """How many times as long as its operators the step takes, where passes like its own were left out."""
     notes: dict[str, str] = field(default_factory=dict)
     """What the record leaves out of account, and why."""
 

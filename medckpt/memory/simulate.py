@@ -109,7 +109,7 @@ def simulate(graph: StepGraph, profile: MemoryProfile, *, measure: bool = False)
         peak_interval=(max(peaks[0]) + library + low_context, max(peaks[2]) + library + high_context),
         reserved_bytes=_reserved(graph, profile, scratch, max(peaks[0])),
         parts=_parts(graph, profile, at) | {"workspace": scratch[at][1] + library, "context": context},
-        step_ms=total[-1] if times else None,
+        step_ms=total[-1] * graph.repeats if times else None,
         where=Where(op.region, op.name, op.phase),
         timeline=tuple(
             Moment(ms, nbytes + fixed, op.region, op.phase)

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from medckpt.memory.explain import KINDS, REST, Explanation
 from medckpt.memory.profile import MemoryProfile
 from medckpt.memory.simulate import Moment
-from medckpt.report.curves import GRID, INK, MUTED, class_colour, save_figure, spread_labels
+from medckpt.report.curves import INK, MUTED, class_colour, save_figure, spread_labels, style
 
 GIB, MIB = 2**30, 2**20
 NAMED_PARTS = 8
@@ -173,13 +173,7 @@ def _draw_areas(axes: Axes, explanation: Explanation, bands: Mapping[str, Band],
     axes.set_ylabel(word, fontsize=8.5, color=MUTED)
     axes.yaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.grid(axis="y", color=GRID, lw=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#9ca3af")
-    axes.tick_params(colors=MUTED, labelsize=8.5, length=3)
-    axes.tick_params(axis="y", length=0)
+    style(axes)
 
 
 def _draw_legend(figure: Figure, bands: Mapping[str, Band], colours: Mapping[str, str], at: int, top: float) -> None:

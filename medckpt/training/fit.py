@@ -20,7 +20,7 @@ from medckpt.training import state
 from medckpt.training.callbacks import Keeper, OnProgress, Report, RunLog
 from medckpt.training.first_step import FirstFullStep
 from medckpt.training.module import SegmentationModule, mean_dice
-from medckpt.training.precision import Device, keep_thin_convolutions_exact, resolve_precision
+from medckpt.training.precision import Device, prepare_network, resolve_precision
 from medckpt.training.schedule import share_done
 
 
@@ -116,8 +116,7 @@ def _run(
     # Lightning's advice is for its own users: what a person should know here, the console says.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     precision = resolve_precision(config.precision, device)
-    if device == "cpu" and precision == "bf16-mixed":
-        keep_thin_convolutions_exact(module.network)
+    prepare_network(module.network, config.precision, device)
     trainer = L.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
         devices=settings.devices,

@@ -58,6 +58,12 @@ class _Float32WhereThin:
             return forward(self.convolution, image.float())
 
 
+def prepare_network(network: nn.Module, wanted: str, device: Device) -> None:
+    """Makes a network's gradients right in the precision that a run would take on the device; in place."""
+    if device == "cpu" and resolve_precision(wanted, device) == "bf16-mixed":
+        keep_thin_convolutions_exact(network)
+
+
 def keep_thin_convolutions_exact(network: nn.Module) -> int:
     """Makes every Conv3d with a kernel above 1 run in float32 where its input is thin; returns how many it found.
 
