@@ -141,7 +141,17 @@ class _Recompute:
             return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         call = _Call(self, spec)
-        return checkpoint(call, *leaves, *_device_marks(leaves, self.module), use_reentrant=False)
+        before = [(leaf, _version(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # Random operators on fake tensors draw nothing; the generator belongs to the process, where others may draw.
+        draws = not any(isinstance(leaf, FakeTensor) for leaf, _ in before)
+        marks = _device_marks(leaves, self.module)
+        result = checkpoint(call, *leaves, *marks, use_reentrant=False, preserve_rng_state=draws)
+        if any(_version(leaf) != version for leaf, version in before):
+            raise ConfigError(
+                f"Recompute of a {type(self.module).__name__}: its forward changes its input in place, and the "
+                "recompute would begin with the changed one. Leave this region out, or build it with inplace=False."
+            )
+        return result
 
 
 class _Call:

@@ -7,10 +7,13 @@ four things, each laid over here:
 * the lists of operators that autocast casts (`aten/src/ATen/autocast_mode.{h,cpp}`): kernels at AutocastCPU;
 * the choices that composite operators make by device (`attention.cpp`, `sdp_utils.cpp`, `Dropout.cpp`,
   `Normalization.cpp`, `SoftMax.cpp`, `layer_norm.cpp`): kernels at AutogradCPU, above autograd's own;
-* float32 statistics of half precision inputs in normalizations: wrappers around torch's fake kernels;
+* float32 statistics of half precision inputs in normalizations: wrappers around torch's fake kernels
+  (`fake_kernels.py`);
 * `torch.autocast("cuda")` inside of a model: read as "cpu", where the tensors are.
 
-Operators with the same rule on both devices keep torch's own kernels and with them the cache of weight casts.
+Operators with the same rule on both devices keep torch's own kernels and with them the cache of weight casts. The
+dispatcher belongs to the whole process: for other threads, and for real tensors, each kernel laid over calls the one
+that was there before.
 """
 
 from __future__ import annotations
@@ -20,20 +23,22 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
-from torch._decomp import decomposition_table
 from torch._ops import OpOverload
-from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from medckpt.errors import ConfigError, MedckptError, suggest
 from medckpt.memory.choices import Rule, choices
+from medckpt.memory.fake_kernels import cuda_answers
 
 Precision = Literal["32", "bf16-mixed", "16-mixed"]
+
+Kernel = Callable[..., Any]
+"""Takes the set of dispatch keys, then the arguments."""
 
 aten = torch.ops.aten
 
@@ -77,9 +82,19 @@ _HALF = (torch.bfloat16, torch.float16)
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
-def autocast(precision: Precision) -> torch.autocast | nullcontext[None]:
-    """Returns the context for forward and loss: CPU autocast in the dtype of `precision`, nothing for "32"."""
-    return nullcontext() if precision == "32" else torch.autocast("cpu", dtype=_DTYPES[precision])
+def autocast(
+    precision: Precision, *, device: str = "cpu", weight_cache: bool = True
+) -> torch.autocast | nullcontext[None]:
+    """Returns the context for forward and loss: autocast in the dtype of `precision`, nothing for "32".
+
+    Args:
+        precision: "32", "bf16-mixed" or "16-mixed".
+        device: type of the device that the tensors are on.
+        weight_cache: whether a weight is cast once per forward pass, or at each use.
+    """
+    if precision == "32":
+        return nullcontext()
+    return torch.autocast(device, dtype=_DTYPES[precision], cache_enabled=weight_cache)
 
 
 @contextmanager
@@ -87,8 +102,8 @@ def cuda_rules(precision: Precision, *, capability: tuple[int, int] = (8, 0)) ->
     """Inside, operators on fake CPU tensors follow the rules of CUDA's dispatcher.
 
     Enter it around the whole step (forward, loss, backward, optimizer) and `autocast(precision)` within it around
-    forward and loss. Recompute in `torch.utils.checkpoint` enters CPU autocast by itself. The rules hold for the whole
-    process: other threads wait to enter, and an operator with a rule of its own refuses to run for them.
+    forward and loss. Recompute in `torch.utils.checkpoint` enters CPU autocast by itself. The rules hold for this
+    thread and for fake tensors: other threads, and real tensors, have the CPU's own. A second thread waits to enter.
 
     Args:
         precision: "32", "bf16-mixed" or "16-mixed".
@@ -96,9 +111,8 @@ def cuda_rules(precision: Precision, *, capability: tuple[int, int] = (8, 0)) ->
 
     Raises:
         ConfigError: `precision` is not one of the three.
-        MedckptError: the rules are active in this thread already; or inside: an operator with a rule of its own was
-            called from another thread or on real floating point tensors, CUDA autocast refuses the operator, or what
-            it keeps is not known (cuDNN's recurrent networks).
+        MedckptError: the rules are active in this thread already; or inside: CUDA autocast refuses the operator, or
+            what it keeps is not known (cuDNN's recurrent networks).
     """
     if precision not in get_args(Precision):
         raise ConfigError(f"precision: '{precision}' is not known. {suggest(str(precision), get_args(Precision))}")
@@ -106,32 +120,47 @@ def cuda_rules(precision: Precision, *, capability: tuple[int, int] = (8, 0)) ->
         raise MedckptError("CUDA's rules are active already: cuda_rules() cannot be entered twice, leave it first.")
     with _LOCK:
         _ACTIVE.owner = threading.get_ident()
-        library = torch.library.Library("aten", "IMPL")
+        overlay = _Overlay()
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*(other operators may also be|previously registered kernel)")
                 if precision != "32":
-                    _lay_casts(library)
+                    _lay_casts(overlay)
                 for name, rule in choices(capability).items():
-                    _register(library, name, rule, "AutogradCPU")
-            with _fake_kernels(library, precision), _cuda_autocast_read_as_cpu():
+                    overlay.register(name, rule, "AutogradCPU")
+                overlay.fuse_rms_norm()
+            with cuda_answers(precision, _ours), _cuda_autocast_read_as_cpu():
                 yield
         finally:
-            # The kernels that were there before come back.
-            library._destroy()
+            overlay.remove()
             _ACTIVE.owner = None
 
 
+@dataclass(slots=True)
 class _Active:
     """The rules in force: the thread that entered them, and whether its `_cached_cast` is under way."""
 
     owner: int | None = None
     lending: bool = False
+    retired: list[Any] = field(default_factory=list)
+    """Kernels of the last overlay: another thread may have looked one up, and stand before its first line."""
 
 
 _LOCK = threading.Lock()
 _ACTIVE = _Active()
-_ANSWERS: dict[Precision, dict[Any, Any]] = {}
+
+
+def _ours() -> bool:
+    """Whether this thread is the one that entered the rules."""
+    return threading.get_ident() == _ACTIVE.owner
+
+
+def _applies(args: object, kwargs: dict[str, Any]) -> bool:
+    """Whether a call is the trace's: from its thread, and not on real tensors alone."""
+    if not _ours():
+        return False
+    floating = list(_floating([args, kwargs]))
+    return not floating or any(isinstance(tensor, FakeTensor) for tensor in floating)
 
 
 def _floating(value: object) -> Iterator[torch.Tensor]:
@@ -141,21 +170,6 @@ def _floating(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _floating(item)
-
-
-def _check(name: str, args: object, kwargs: dict[str, Any]) -> None:
-    """Refuses what the rules were not made for; a wrong answer would look like a right one."""
-    if threading.get_ident() != _ACTIVE.owner:
-        raise MedckptError(
-            f"aten::{name} was called from another thread while a forecast is traced under CUDA's rules, which hold "
-            "for the whole process. Wait until the forecast is done, or make it in a process of its own."
-        )
-    for tensor in _floating([args, kwargs]):
-        if not isinstance(tensor, FakeTensor):
-            raise MedckptError(
-                f"aten::{name} got a real tensor of shape {tuple(tensor.shape)} under CUDA's rules, which are for fake "
-                "tensors. Make it under the FakeTensorMode of the trace, or pass the model through fake_copy()."
-            )
 
 
 def _eligible(tensor: torch.Tensor) -> bool:
@@ -197,20 +211,64 @@ def _overload(name: str) -> OpOverload | None:
     return getattr(getattr(aten, packet, None), overload or "default", None)
 
 
-def _register(library: torch.library.Library, name: str, rule: Rule, key: str) -> None:
-    """Makes `rule` the kernel of aten::`name` at `key`."""
-    op = _overload(name)
-    if op is None:
-        return
+class _Overlay:
+    """Kernels laid over those that are there: for calls of the trace. All others go to what was there."""
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        _check(name, args, kwargs)
-        return rule(op, args, kwargs)
+    def __init__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        self._laid: list[tuple[OpOverload, str]] = []
 
-    library.impl(name, kernel, key)
+    def register(self, name: str, rule: Rule, key: str) -> None:
+        """Makes `rule` the kernel of aten::`name` at `key`."""
+        op = _overload(name)
+        if op is not None:
+            self._lay(op, key, lambda keyset, *args, **kwargs: rule(op, args, kwargs))
+
+    def pass_through(self, name: str) -> None:
+        """For operators that only CPU autocast casts: as if it had no kernel, it stays on for what they call."""
+        op = _overload(name)
+        if op is not None:
+            self._lay(op, "AutocastCPU", _below(op, "AutocastCPU"))
+
+    def fuse_rms_norm(self) -> None:
+        """Lets autograd see RMS norm as one operator, as on CUDA: by a CPU kernel that fake tensors do not reach."""
+        op = _overload("_fused_rms_norm")
+        if op is None:
+            return
+        of_parts = _kernel(op, "AutogradCPU")
+        self._lay(op, "CPU", lambda keyset, *args, **kwargs: _refuse(op, args, kwargs))
+        self._lay(op, "AutogradCPU", _kernel(op, "AutogradCPU"), of_parts)
+
+    def remove(self) -> None:
+        """Brings back what was there."""
+        _ACTIVE.retired = [torch.library.get_kernel(op, key) for op, key in self._laid]
+        self._library._destroy()
+
+    def _lay(self, op: OpOverload, key: str, ours: Kernel, others: Kernel | None = None) -> None:
+        before = others or _kernel(op, key)
+
+        def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            return (ours if _applies(args, kwargs) else before)(keyset, *args, **kwargs)
+
+        self._library.impl(op._name.removeprefix("aten::"), kernel, key, with_keyset=True)
+        self._laid.append((op, key))
 
 
-def _lay_casts(library: torch.library.Library) -> None:
+def _kernel(op: OpOverload, key: str) -> Kernel:
+    """Returns what runs at `key` now."""
+    if key == "AutocastCPU" and not torch._C._dispatch_has_kernel_for_dispatch_key(op._name, key):
+        return _below(op, key)
+    kernel: Kernel = torch.library.get_kernel(op, key).call_boxed
+    return kernel
+
+
+def _below(op: OpOverload, key: str) -> Kernel:
+    """Returns the kernel that leaves `key` out."""
+    left_out = DispatchKey.__members__[key]
+    return lambda keyset, *args, **kwargs: op.redispatch(keyset.remove(left_out), *args, **kwargs)
+
+
+def _lay_casts(overlay: _Overlay) -> None:
     """Registers CUDA's cast policy of every operator whose treatment by CPU autocast is another one."""
     registered = {
         key: {
@@ -229,23 +287,10 @@ def _lay_casts(library: torch.library.Library) -> None:
         "promote": _promote,
     }
     for name in sorted((cuda - cpu) | (cuda & _OTHER_POLICY)):
-        _register(library, name, rules.get(POLICY.get(name, ""), _refuse), "AutocastCPU")
+        overlay.register(name, rules.get(POLICY.get(name, ""), _refuse), "AutocastCPU")
     for name in sorted(cpu - cuda - {_LENT}):
-        _pass_through(library, name)
-    _register(library, _LENT, _lend, "AutogradCPU")
-
-
-def _pass_through(library: torch.library.Library, name: str) -> None:
-    """For operators that only CPU autocast casts: as if it had no kernel, autocast stays on for what they call."""
-    op = _overload(name)
-    if op is None:
-        return
-
-    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        _check(name, args, kwargs)
-        return op.redispatch(keyset.remove(DispatchKey.AutocastCPU), *args, **kwargs)
-
-    library.impl(name, kernel, "AutocastCPU", with_keyset=True)
+        overlay.pass_through(name)
+    overlay.register(_LENT, _lend, "AutogradCPU")
 
 
 def _call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -306,57 +351,6 @@ def _refuse(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 @contextmanager
-def _fake_kernels(library: torch.library.Library, precision: Precision) -> Iterator[None]:
-    """Makes torch's fake CPU kernels answer as its fake CUDA kernels do, where those differ."""
-    # With a kernel on the CPU (never run: fake tensors end above) autograd sees one operator, as on CUDA.
-    _register(library, "_fused_rms_norm", _refuse, "CPU")
-    patches: list[tuple[dict[Any, Any], OpOverload, Callable[..., Any]]] = [
-        (decomposition_table, aten.native_batch_norm.default, _float32_statistics),
-        (decomposition_table, aten.log_sigmoid_forward.default, _no_buffer),
-        (op_implementations_dict, aten.native_layer_norm.default, _float32_statistics),
-    ]
-    patches = [patch for patch in patches if patch[1] in patch[0]]
-    before = [table[op] for table, op, _ in patches]
-    for table, op, wrap in patches:
-        table[op] = wrap(table[op])
-    # Torch keeps what fake kernels answered, by their arguments and for the process. Under rules they answer something
-    # else, so each precision has answers of its own; kept, as a trace with them takes a quarter of the time.
-    answers, FakeTensorMode.cache = FakeTensorMode.cache, _ANSWERS.setdefault(precision, {})
-    try:
-        yield
-    finally:
-        FakeTensorMode.cache = answers
-        for (table, op, _), original in zip(patches, before, strict=True):
-            table[op] = original
-
-
-# Both keep the name and module of the original: torch prefers a decomposition over its own kernel by them.
-def _float32_statistics(original: Callable[..., Any]) -> Callable[..., Any]:
-    """On CUDA a norm of half precision keeps mean and deviation in float32, and keeps them in eval mode too."""
-
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        out, mean, deviation = original(*args, **kwargs)
-        if threading.get_ident() != _ACTIVE.owner or (out.dtype not in _HALF and mean.numel()):
-            return out, mean, deviation
-        shape = mean.shape if mean.numel() else out.shape[1:2]
-        return out, *(out.new_empty(shape, dtype=torch.float32) for _ in range(2))
-
-    return run
-
-
-def _no_buffer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """On CUDA the sigmoid within log_sigmoid is not kept, it is computed anew."""
-
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        out, buffer = original(*args, **kwargs)
-        return out, buffer if threading.get_ident() != _ACTIVE.owner else out.new_empty((0,))
-
-    return run
-
-
-@contextmanager
 def _cuda_autocast_read_as_cpu() -> Iterator[None]:
     """Parts of a model that switch `torch.autocast("cuda")` off or on mean the device of its tensors."""
     original = torch.autocast.__init__
@@ -365,7 +359,7 @@ def _cuda_autocast_read_as_cpu() -> Iterator[None]:
     def init(
         self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        if device_type == "cuda" and threading.get_ident() == _ACTIVE.owner:
+        if device_type == "cuda" and _ours():
             device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
         original(self, device_type, dtype, *args, **kwargs)
 
@@ -374,26 +368,3 @@ def _cuda_autocast_read_as_cpu() -> Iterator[None]:
         yield
     finally:
         torch.autocast.__init__ = original  # type: ignore[method-assign]
-
-
-class _RealConstants(TorchFunctionMode):
-    """Gives a fake `torch.arange` of numbers its values, as torch does for `torch.tensor`."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func is torch.arange and isinstance(out, FakeTensor) and out.numel() <= 1024:
-            with torch._subclasses.fake_tensor.unset_fake_temporarily():
-                # `constant` is read wherever a fake tensor is asked for a value, and dropped when it is written to.
-                out.constant = torch.arange(*args, **{**kwargs, "device": "cpu"})
-        return out
-
-
-def real_constants() -> TorchFunctionMode:
-    """Returns a context in which a small fake `torch.arange(...)` knows its values: `.tolist()`, `.item()`, `int()`.
-
-    MONAI's DiceLoss lists its axes by `torch.arange(2, n).tolist()`, which fake tensors refuse as data-dependent.
-    """
-    return _RealConstants()

@@ -79,6 +79,7 @@ class _Line:
             call=self.value(first.call, second.call),
             flops=self(first.flops, second.flops),
             bytes_moved=self(first.bytes_moved, second.bytes_moved),
+            reads=first.reads,
         )
 
     def storage(self, first: Storage, second: Storage) -> Storage:

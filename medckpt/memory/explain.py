@@ -18,8 +18,8 @@ SAMPLES = 600
 """Moments of a step that a picture shows, at most twice as many."""
 
 KINDS = (
-    "context", "parameters", "optimizer", "averages", "inputs", "weight casts", "gradients", "optimizer step",
-    "scratch",
+    "context", "parameters", "optimizer", "averages", "inputs", "weight casts", "gradients", "buckets",
+    "optimizer step", "scratch",
 )  # fmt: skip
 """Holders that are no part of the model; `optimizer step` is what clipping, optimizer and averages make in passing.
 Every other holder is a part of the model, by its module's name, or the loss."""

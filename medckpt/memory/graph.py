@@ -12,12 +12,15 @@ from typing import Any, Literal
 
 import torch
 
+import medckpt.lean.attention_products
+import medckpt.lean.dice_ce  # noqa: F401 (both: a record that is read from a file names their operators)
+
 Phase = Literal["forward", "loss", "backward", "recompute", "clip", "optimizer", "average"]
 """`recompute` is a forward that runs again inside of the backward pass; `average` updates averaged weights."""
 
-Kind = Literal["parameters", "gradients", "optimizer", "averages", "inputs", "weight_casts", "activations"]
+Kind = Literal["parameters", "gradients", "buckets", "optimizer", "averages", "inputs", "weight_casts", "activations"]
 """What a storage is. Activations are everything that a step makes and is none of the others; buffers count as
-parameters."""
+parameters; buckets are DDP's (`buckets.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ class Op:
     """Floating-point operations: 2 per multiply-add; 0 where only bytes count."""
     bytes_moved: int
     """Bytes of all tensor arguments and results."""
+    reads: tuple[int, ...] = ()
+    """Indices of the storages of its tensor arguments."""
 
     def signature(self) -> str:
         """Returns text that is equal for equal work: operator, layouts, dtypes and the other arguments."""
@@ -109,6 +114,9 @@ class StepGraph:
 
 
 FIRST: tuple[Phase, ...] = ("forward", "loss")
+
+HOST_COPIES = ("medckpt_link.to_host.default", "medckpt_link.from_host.default")
+"""The operators of a traced step that stand for copies to host memory and back (`host_memory.py`)."""
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -24,8 +25,15 @@ from torch.utils._pytree import tree_leaves
 
 from medckpt.errors import ConfigError, suggest
 from medckpt.memory.apply import ForwardState
+from medckpt.memory.autocast import Precision as StepPrecision
+from medckpt.memory.autocast import autocast
+from medckpt.memory.refusals import first_line
 
 Precision = Literal["fp32", "bf16", "fp16"]
+
+_PRECISIONS: dict[Precision, StepPrecision] = {"fp32": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_ONE_AT_A_TIME = threading.Lock()
+"""There is one profiler in a process."""
 
 
 def saved_bytes(model: nn.Module, *inputs: object, precision: Precision = "fp32") -> int:
@@ -66,7 +74,8 @@ def saved_bytes(model: nn.Module, *inputs: object, precision: Precision = "fp32"
     devices = sorted({t.get_device() for t in tensors if t.is_cuda and not isinstance(t, FakeTensor)})
     with mode or nullcontext(), torch.random.fork_rng(devices=devices), ForwardState(net).restored():
         owned.update(_key(tensor) for tensor in (*net.parameters(), *net.buffers()))
-        with torch.enable_grad(), _autocast(tensors, precision), saved_tensors_hooks(pack, unpack):
+        context = autocast(_PRECISIONS[precision], device=tensors[0].device.type if tensors else "cpu")
+        with torch.enable_grad(), context, saved_tensors_hooks(pack, unpack):
             net(*inputs)
         return sum(storage.nbytes() for storage in saved.values())
 
@@ -113,13 +122,14 @@ class AllocationRecorder:
 
 
 def allocations(code: Callable[[], object]) -> Allocations:
-    """Runs `code` on the CPU and returns what it allocated."""
-    recorder = AllocationRecorder()
-    recorder.start()
-    try:
-        code()
-    finally:
-        found = recorder.stop()
+    """Runs `code` on the CPU and returns what it allocated. Other threads wait for their turn."""
+    with _ONE_AT_A_TIME:
+        recorder = AllocationRecorder()
+        recorder.start()
+        try:
+            code()
+        finally:
+            found = recorder.stop()
     return found
 
 
@@ -141,7 +151,8 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, *, device: str | None = No
         device: where they are; None leaves them on the model's.
 
     Raises:
-        ConfigError: it cannot be copied: TorchScript, parameters without a shape yet, or what Python cannot copy.
+        ConfigError: it cannot be copied: TorchScript, parameters without a shape yet, tensors of inference mode, or
+            what Python cannot copy.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: must be an nn.Module, not {type(model).__name__}.")
@@ -151,6 +162,12 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, *, device: str | None = No
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
             raise ConfigError(
                 f"model: '{name}' ({type(module).__name__}) has no shapes yet. Call the model once on a small batch."
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise ConfigError(
+                f"model: '{name}' was made under torch.inference_mode(), and torch saves no such tensor for a backward "
+                "pass. Build or load the model outside of it."
             )
     memo: dict[int, object] = {}
     for module in model.modules():
@@ -165,9 +182,9 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, *, device: str | None = No
                 memo[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
     try:
         return copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError) as error:
+    except Exception as error:  # a class may say for itself how it is copied
         raise ConfigError(
-            f"model: {type(model).__name__} cannot be copied ({str(error).splitlines()[0]}). Take what Python cannot "
+            f"model: {type(model).__name__} cannot be copied ({first_line(error)}) Take what Python cannot "
             "copy (locks, open files, results of an earlier forward) out of its attributes."
         ) from error
 
@@ -181,10 +198,3 @@ def _made_fake(tensor: torch.Tensor, mode: FakeTensorMode, device: str | None) -
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _autocast(tensors: list[torch.Tensor], precision: Precision) -> torch.autocast | nullcontext[None]:
-    if precision == "fp32":
-        return nullcontext()
-    device = tensors[0].device.type if tensors else "cpu"
-    return torch.autocast(device, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)

@@ -1,8 +1,8 @@
-"""What operators are given during a trace: function modes that bridge real and fake tensors."""
+"""What operators are given during a trace: function modes that bridge real and fake tensors; and what is noted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from medckpt.lean import dice_ce
+from medckpt.memory.graph import TensorSpec
 
 
 class FakeOperands(torch.overrides.TorchFunctionMode):
@@ -28,7 +32,7 @@ class FakeOperands(torch.overrides.TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = list(tensors_in((*args, *kwargs.values())))
         real = [t for t in tensors if not isinstance(t, FakeTensor) and not t.requires_grad]
-        if real and len(real) == len(tensors) and max(t.numel() for t in real) <= _SMALL:
+        if real and len(real) == len(tensors) and all(t.numel() <= _SMALL and not t.is_meta for t in real):
             with _disable_current_modes():
                 return func(*args, **kwargs)
         if real:
@@ -39,8 +43,15 @@ class FakeOperands(torch.overrides.TorchFunctionMode):
         if isinstance(tensor, FakeTensor) or tensor.requires_grad:
             return tensor
         if id(tensor) not in self._made:
-            self._made[id(tensor)] = tensor, self._mode.from_tensor(tensor)
+            self._made[id(tensor)] = tensor, self._converted(tensor)
         return self._made[id(tensor)][1]
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        if tensor.is_cpu:
+            return self._mode.from_tensor(tensor)
+        # Made where the trace runs, and not by an operator of the step: labels may be of "meta", which takes no memory.
+        with _disable_current_modes(), self._mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 _SMALL = 4096
@@ -64,6 +75,29 @@ class InPlaceAsReal(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _RealConstants(torch.overrides.TorchFunctionMode):
+    """Gives a fake `torch.arange` of numbers its values, as torch does for `torch.tensor`."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch.arange and isinstance(out, FakeTensor) and out.numel() <= 1024:
+            with torch._subclasses.fake_tensor.unset_fake_temporarily():
+                # `constant` is read wherever a fake tensor is asked for a value, and dropped when it is written to.
+                out.constant = torch.arange(*args, **{**kwargs, "device": "cpu"})
+        return out
+
+
+def real_constants() -> torch.overrides.TorchFunctionMode:
+    """Returns a context in which a small fake `torch.arange(...)` knows its values: `.tolist()`, `.item()`, `int()`.
+
+    MONAI's DiceLoss lists its axes by `torch.arange(2, n).tolist()`, which fake tensors refuse as data-dependent.
+    """
+    return _RealConstants()
+
+
 def tensors_in(values: tuple[Any, ...]) -> Iterator[Tensor]:
     """Yields the tensors in nested lists and tuples."""
     for value in values:
@@ -71,3 +105,29 @@ def tensors_in(values: tuple[Any, ...]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(tuple(value))
+
+
+def spec_of(value: Any) -> Any:
+    """Returns arguments of an operator with what is to be known of a tensor in its place."""
+    if isinstance(value, Tensor):
+        return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(spec_of(item) for item in value)
+    if isinstance(value, dict):
+        return {key: spec_of(item) for key, item in value.items()}
+    return value
+
+
+def moved_bytes(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Returns the bytes that an operator's kernels read and write."""
+    if func.namespace == "medckpt" and func._opname.startswith("dice_ce"):
+        backward = func._opname == "dice_ce_backward"
+        logits = inputs[-2]
+        return dice_ce.moved_bytes(logits.shape, logits.dtype, backward=backward)
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Returns the multiplications and additions of an operator as torch counts them; 0 if it does not."""
+    count = flop_registry.get(func.overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))

@@ -5,18 +5,66 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from medckpt.errors import ConfigError, suggest
 
 _POSITIVE = ("capacity_bytes", "bandwidth_gb_s", "fp32_tflops", "tf32_tflops", "bf16_tflops", "fp16_tflops")
 _SHARES = ("bandwidth_share", "matmul_share", "conv_share")
-_INTERVALS = ("context_bytes", "conv_workspace", "reserve_slack")
+_INTERVALS = {"context_bytes": 2, "conv_workspace": 3, "reserve_slack": 2}
+_WHOLE = ("capacity_bytes", "library_workspace_bytes")
+_TEXTS = ("name", "title", "measured")
+_MAY_BE_NONE = ("measured", *_POSITIVE, "host_link_gb_s")
 
 
-def _numbers(value: object) -> list[float]:
+def _numbers(value: Any) -> list[float]:
     values = value if isinstance(value, tuple) else (value,)
     return [one for one in values if isinstance(one, int | float)]
+
+
+def _wrong_types(profile: MemoryProfile) -> list[str]:
+    """Returns what is wrong with the types of a profile's values, one line each."""
+    values: dict[str, Any] = {item.name: getattr(profile, item.name) for item in dataclasses.fields(profile)}
+    numbers = [*_POSITIVE, "host_link_gb_s", "launch_us", *_SHARES, *_WHOLE]
+    devices = ("auto", "cpu", "cuda")
+    rules: dict[str, tuple[bool, str]] = {
+        **{name: (_is_number(values[name], whole=name in _WHOLE), "a number") for name in numbers},
+        **{name: (isinstance(values[name], str), "text") for name in _TEXTS},
+        **{
+            name: (
+                isinstance(values[name], tuple)
+                and len(values[name]) == count
+                and all(_is_number(one, whole=name == "context_bytes") for one in values[name]),
+                f"a tuple of {count} numbers",
+            )
+            for name, count in _INTERVALS.items()
+        },
+        "device": (values["device"] in devices, f"one of {', '.join(devices)}"),
+        "device_names": (_all_are(values["device_names"], tuple, str), "a tuple of texts"),
+        "workspaces": (
+            _all_are(values["workspaces"], dict, str) and all(_is_number(v) for v in values["workspaces"].values()),
+            "a dict of texts and whole numbers",
+        ),
+        "sources": (
+            _all_are(values["sources"], dict, str) and _all_are([*values["sources"].values()], list, str),
+            "a dict of texts",
+        ),
+    }
+    return [
+        f"{name}: must be {'a whole number' if name in _WHOLE else kind}, not {values[name]!r:.60} "
+        f"({type(values[name]).__name__})."
+        for name, (right, kind) in rules.items()
+        if not right and not (values[name] is None and name in _MAY_BE_NONE)
+    ]
+
+
+def _is_number(value: object, *, whole: bool = False) -> bool:
+    return isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+
+
+def _all_are(values: Any, container: type[Any], kind: type) -> bool:
+    return isinstance(values, container) and all(isinstance(value, kind) for value in values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +76,8 @@ class MemoryProfile:
     has no such arithmetic (then float32's rate is taken) or that the figure is not known.
 
     Raises:
-        ConfigError: a figure that is not above 0, a share outside of 0..1, an interval that falls, a source of no
-            field; all of them at once.
+        ConfigError: a value of another type than its field's; or a figure that is not above 0, a share outside of 0..1,
+            an interval that falls, a source of no field; all of them at once.
     """
 
     name: str = "auto"
@@ -69,7 +117,15 @@ class MemoryProfile:
     sources: dict[str, str] = field(default_factory=dict)
     """Where each figure comes from: field name to publication."""
 
+    @property
+    def has_rates(self) -> bool:
+        """Whether times follow from the figures (`medckpt.memory.simulate.step_times`)."""
+        return self.bandwidth_gb_s is not None and self.fp32_tflops is not None
+
     def __post_init__(self) -> None:
+        problems = _wrong_types(self)
+        if problems:
+            raise ConfigError("\n".join(problems))
         problems = [
             f"{name}: must be above 0."
             for name in (*_POSITIVE, "host_link_gb_s", "launch_us")

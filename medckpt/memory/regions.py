@@ -39,6 +39,9 @@ def find_regions(model: nn.Module, level: Level) -> tuple[str, ...]:
       hand-written encoder, a wrapper around a network);
     * holds an instance of its own class (the recursive `SkipConnection` of MONAI's UNet).
 
+    A `Sequential` that begins with a module that changes its input in place (`ReLU(inplace=True)`, as in the head of
+    MONAI's DenseNet) is no block: what a region was given has to be there when it is recomputed.
+
     Args:
         model: any module tree; it is not changed and not called.
         level: "none" gives no region. "block" gives the blocks that repeat: the class occurs at least twice in the
@@ -50,10 +53,12 @@ def find_regions(model: nn.Module, level: Level) -> tuple[str, ...]:
         has no block (a flat stack of leaf modules).
 
     Raises:
-        ConfigError: `level` is not one of the three.
+        ConfigError: `model` is no module, or `level` is not one of the three.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: must be an nn.Module, not {type(model).__name__}.")
     if level not in get_args(Level):
-        raise ConfigError(f"activation_ckpt: '{level}' is not a level. {suggest(str(level), get_args(Level))}")
+        raise ConfigError(f"regions: '{level}' is not a level. {suggest(str(level), get_args(Level))}")
     if level == "none":
         return ()
     tree = _Tree(model)
@@ -133,7 +138,16 @@ def _own_forward_below(module: nn.Module) -> list[nn.Module]:
 def _is_sequential_block(module: nn.Module) -> bool:
     if _class_forward(module) is not nn.Sequential.forward or _leaf_count(module) < 2 or _own_forward_below(module):
         return False
+    if _begins_in_place(module):
+        return False
     return type(module) is not nn.Sequential or sum(bool(child._modules) for child in module.children()) < 2
+
+
+def _begins_in_place(module: nn.Module) -> bool:
+    """Whether the first module that a `Sequential` runs writes its result into its input."""
+    while module._modules:
+        module = next(child for child in module.children())
+    return getattr(module, "inplace", False) is True
 
 
 def _leaf_count(module: nn.Module) -> int:

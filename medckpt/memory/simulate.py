@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from medckpt.memory.allocator import MIB, CachingAllocator, rounded
-from medckpt.memory.graph import Op, Phase, StepGraph
+from medckpt.memory.graph import HOST_COPIES, Op, Phase, StepGraph
 from medckpt.memory.profile import MemoryProfile
-from medckpt.memory.workspace import Interval, estimate, is_custom, measure_scratch
+from medckpt.memory.workspace import Interval, estimate, is_custom, measured_scratch
 
 PARTS = (
     "parameters",
     "gradients",
+    "buckets",
     "optimizer",
     "averages",
     "inputs",
@@ -24,8 +26,9 @@ PARTS = (
     "workspace",
     "context",
 )
-"""What a peak is made of. saved: made in forward for the backward pass; transient: all other tensors of the step;
-workspace: scratch memory of kernels and libraries; context: what the device's runtime takes for itself."""
+"""What a peak is made of. buckets: the second copy of the gradients that DDP has on several devices; saved: made in
+forward for the backward pass; transient: all other tensors of the step; workspace: scratch memory of kernels and
+libraries; context: what the device's runtime takes for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def simulate(graph: StepGraph, profile: MemoryProfile, *, measure: bool = False)
     live = _live(graph, profile)
     scratch = [estimate(op, profile) for op in graph.ops]
     if measure and profile.device == "cpu":
-        scratch = _measured(graph, live, scratch, unmodelled)
+        scratch = _measured(graph, live, scratch, unmodelled, profile.capacity_bytes)
     elif any(high > low and op.name.startswith("conv") for op, (low, _, high) in zip(graph.ops, scratch, strict=True)):
         unmodelled["convolution"] = "the scratch memory of its kernels is estimated; `medckpt profile` measures it"
     peaks = [[now + one[which] for now, one in zip(live, scratch, strict=True)] for which in range(3)]
@@ -122,7 +125,9 @@ def simulate(graph: StepGraph, profile: MemoryProfile, *, measure: bool = False)
 def step_times(ops: Sequence[Op], profile: MemoryProfile) -> list[float] | None:
     """Returns milliseconds per operator by a roofline: the slowest of arithmetic, memory traffic and launch.
 
-    None if the profile has no bandwidth or rate. float32 takes TF32 where the device has it, as medckpt trains.
+    None if the profile has no bandwidth, no rate, or no host link where one is used. float32 takes TF32 where the
+    device has it, as medckpt trains. Copies to host memory and back are charged in full, at the link's rate in one
+    direction and one after the other, as if nothing else could run meanwhile: overlap can only make a step faster.
     """
     if profile.bandwidth_gb_s is None or profile.fp32_tflops is None:
         return None
@@ -134,6 +139,11 @@ def step_times(ops: Sequence[Op], profile: MemoryProfile) -> list[float] | None:
     for op in ops:
         if op.call is None:
             times.append(0.0)
+            continue
+        if op.name in HOST_COPIES:
+            if profile.host_link_gb_s is None:
+                return None
+            times.append(max(op.bytes_moved / (profile.host_link_gb_s * 1e6), launch_ms))
             continue
         compute = 0.0
         if op.flops:
@@ -167,9 +177,14 @@ def storage_sizes(graph: StepGraph, profile: MemoryProfile) -> list[int]:
     return [s.nbytes if profile.device == "cpu" else rounded(s.nbytes) for s in graph.storages]
 
 
-def _measured(graph: StepGraph, live: list[int], scratch: list[Interval], unmodelled: dict[str, str]) -> list[Interval]:
+_MEASURED_SHARE = 0.5
+"""An operator that could take more of the machine's memory than this is not run in order to be measured."""
+
+
+def _measured(
+    graph: StepGraph, live: list[int], scratch: list[Interval], unmodelled: dict[str, str], capacity: int | None
+) -> list[Interval]:
     """Measures scratch memory, the most likely peak first, until no other operator could reach what is found."""
-    known: dict[str, int] = {}
     unknown: set[int] = set()
     found = list(scratch)
     highest = max(live)
@@ -183,17 +198,19 @@ def _measured(graph: StepGraph, live: list[int], scratch: list[Interval], unmode
         if is_custom(op):  # its kernels may not stand the zeros that a measurement would give them
             unknown.add(index)
             continue
-        key = op.signature()
-        if key not in known:
-            try:
-                known[key] = measure_scratch(op)
-            except Exception as error:  # a custom operator may raise anything
-                line = next(iter(str(error).splitlines()), type(error).__name__)
-                unmodelled[op.name] = f"its scratch memory could not be measured: {line}"
-                unknown.add(index)
-                continue
-        found[index] = (known[key],) * 3
-        highest = max(highest, live[index] + known[key])
+        if op.bytes_moved + scratch[index][2] > (capacity or math.inf) * _MEASURED_SHARE:
+            unmodelled[op.name] = "too large to be run on this machine: its scratch memory is estimated"
+            unknown.add(index)
+            continue
+        try:
+            taken = measured_scratch(op)
+        except Exception as error:  # a kernel may raise anything
+            line = next(iter(str(error).splitlines()), type(error).__name__)
+            unmodelled[op.name] = f"its scratch memory could not be measured: {line}"
+            unknown.add(index)
+            continue
+        found[index] = (taken,) * 3
+        highest = max(highest, live[index] + taken)
     # What was left out cannot set the peak: its guess must not either. What could not be measured keeps its interval.
     return [
         (low, min(expected, max(0, highest - now)), min(high, max(0, highest - now)))

@@ -7,8 +7,8 @@ is released after the loss, as Lightning's training step does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from medckpt.errors import ConfigError, suggest
+from medckpt.memory.autocast import Precision, autocast
 from medckpt.memory.graph import Kind, Phase
 
-Precision = Literal["32", "bf16-mixed", "16-mixed"]
 OptimizerName = Literal["adamw", "sgd"]
 Loss = Callable[[Any], Tensor]
 
@@ -46,14 +46,27 @@ class Step:
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):
             raise ConfigError(f"precision: '{self.precision}' is not known. {_choices(self.precision, Precision)}")
+        if self.optimizer is not None and not isinstance(self.optimizer, str):
+            raise ConfigError(
+                f"optimizer: must be a name or None, not {_a(self.optimizer)}. The step makes an optimizer of its own. "
+                f"{_choices('', OptimizerName)}"
+            )
         if self.optimizer is not None and self.optimizer not in get_args(OptimizerName):
             raise ConfigError(f"optimizer: '{self.optimizer}' is not known. {_choices(self.optimizer, OptimizerName)}")
         if self.precision == "16-mixed" and self.rules == "cpu":
             raise ConfigError("precision=16-mixed: float16 training needs a GPU's GradScaler. Use 32 or bf16-mixed.")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"clip_norm: must be above 0, or None; not {self.clip_norm}.")
+        if self.clip_norm is not None:
+            if isinstance(self.clip_norm, bool) or not isinstance(self.clip_norm, Real):
+                raise ConfigError(f"clip_norm: must be a number above 0, or None; not {_a(self.clip_norm)}.")
+            if not self.clip_norm > 0:
+                raise ConfigError(f"clip_norm: must be above 0, or None; not {self.clip_norm}.")
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int):
+            raise ConfigError(f"accumulate: must be a whole number of passes, not {_a(self.accumulate)}.")
         if self.accumulate < 1:
             raise ConfigError(f"accumulate: must be at least 1, not {self.accumulate}.")
+        for name in ("averages", "weight_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: must be True or False, not {_a(getattr(self, name))}.")
 
 
 class StepRunner:
@@ -66,7 +79,9 @@ class StepRunner:
         """`inputs` is a tuple of positional arguments, a mapping of keyword arguments, or the only argument."""
         self.net = net
         self.args, self.kwargs = _arguments(inputs)
-        self.loss = loss or mean_of_squares
+        if loss is not None and not callable(loss):
+            raise ConfigError(f"loss: must be a callable on the model's output, or None; not {_a(loss)}.")
+        self.loss = mean_of_squares if loss is None else loss
         self.step = step
         self.device = device
         self.trained = [p for p in net.parameters() if p.requires_grad]
@@ -91,15 +106,25 @@ class StepRunner:
                 torch._foreach_lerp_(self.averages, [p.detach() for p in self.trained], 0.01)
 
     def held(self) -> dict[Kind, list[Tensor]]:
-        """Returns what is there between two steps, gradients apart."""
+        """Returns what is there on the device between two steps, gradients apart."""
+        on_host = {id(tensor) for tensor in self.on_host()}
         states = [] if self.optimizer is None else [list(state.values()) for state in self.optimizer.state.values()]
         own = [*self.loss.parameters(), *self.loss.buffers()] if isinstance(self.loss, nn.Module) else []
         return {
             "parameters": [*self.net.parameters(), *self.net.buffers()],
-            "optimizer": _tensors(states),
+            "optimizer": [tensor for tensor in _tensors(states) if id(tensor) not in on_host],
             "averages": self.averages,
             "inputs": _tensors((self.args, self.kwargs, own)),
         }
+
+    def on_host(self) -> list[Tensor]:
+        """Returns the optimizer's states that are not on the device: AdamW keeps its step counters on the CPU.
+
+        Unless it is `fused` or `capturable` (torch.optim.Adam._init_group), which it is not by default.
+        """
+        if self.optimizer is None or self.step.rules == "cpu":
+            return []
+        return [state["step"] for state in self.optimizer.state.values() if "step" in state]
 
     def gradients(self) -> list[Tensor]:
         """Returns the gradients that there are."""
@@ -107,7 +132,7 @@ class StepRunner:
 
     def _pass(self, phase: Callable[[Phase], None]) -> None:
         phase("forward")
-        with self._autocast():
+        with autocast(self.step.precision, device=self.device, weight_cache=self.step.weight_cache):
             output = self.net(*self.args, **self.kwargs)
             phase("loss")
             value = self.loss(output)
@@ -118,12 +143,11 @@ class StepRunner:
         if value.requires_grad:
             # Not Tensor.backward, which function modes would see.
             torch.autograd.backward([value / self.step.accumulate if self.step.accumulate > 1 else value])
-
-    def _autocast(self) -> Any:
-        if self.step.precision == "32":
-            return nullcontext()
-        dtype = torch.bfloat16 if self.step.precision == "bf16-mixed" else torch.float16
-        return torch.autocast(self.device, dtype=dtype, cache_enabled=self.step.weight_cache)
+        elif self.trained:
+            raise ConfigError(
+                "loss: what it returns has no gradient, so nothing would be trained. Leave .detach(), .item() and "
+                "torch.no_grad() away between the model's parameters and the loss."
+            )
 
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         """Returns the optimizer in the implementation that torch picks on the device, with its states in place."""
@@ -161,13 +185,31 @@ class _StepCountIsOne(torch.overrides.TorchFunctionMode):
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    _refuse_shapes(inputs)
     if isinstance(inputs, tuple):
         return inputs, {}
     return ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
 
 
+def _refuse_shapes(inputs: Any) -> None:
+    """Refuses a shape or arrays in the place of tensors, which a model would refuse in words of its own."""
+    leaves = tree_leaves(inputs)
+    if isinstance(inputs, tuple | list) and len(inputs) > 2 and all(type(side) is int for side in inputs):
+        shape = ", ".join(map(str, inputs))
+        raise ConfigError(f"inputs: these are numbers. If they are a shape, give torch.empty({shape}, device='meta').")
+    for leaf in leaves:
+        if type(leaf).__module__.partition(".")[0] == "numpy":
+            raise ConfigError("inputs: a NumPy array is no tensor. Give torch.from_numpy(array).")
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _a(value: Any) -> str:
+    """Returns a setting and its type, as errors show it."""
+    text = repr(value)
+    return f"{text} ({type(value).__name__})" if len(text) <= 40 else f"a value of type {type(value).__name__}"
 
 
 def _describe(value: Any) -> str:

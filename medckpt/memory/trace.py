@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,23 +15,28 @@ from typing import Any
 import torch
 import torch._dynamo  # the first fake operator would import it, in the middle of a trace
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from medckpt.errors import ConfigError
+from medckpt.errors import ConfigError, listing
+from medckpt.lean.forward import foreseen_kernels
 from medckpt.memory.apply import apply_recompute
-from medckpt.memory.autocast import cuda_rules, real_constants
-from medckpt.memory.graph import FIRST, Kind, Op, Phase, StepGraph, Storage, TensorSpec
+from medckpt.memory.autocast import cuda_rules
+from medckpt.memory.fake_views import is_view, view_of
+from medckpt.memory.graph import FIRST, HOST_COPIES, Kind, Op, Phase, StepGraph, Storage
+from medckpt.memory.interrupt import interrupts_held
 from medckpt.memory.measure import fake_copy
-from medckpt.memory.operands import FakeOperands, InPlaceAsReal, tensors_in
+from medckpt.memory.operands import (
+    FakeOperands,
+    InPlaceAsReal,
+    flops_of,
+    moved_bytes,
+    real_constants,
+    spec_of,
+    tensors_in,
+)
+from medckpt.memory.refusals import Culprit, clear_errors
 from medckpt.memory.step import Loss, Step, StepRunner
 
 
@@ -37,6 +44,9 @@ def trace_step(
     model: nn.Module, inputs: Any, step: Step, loss: Loss | None = None, *, recompute: Sequence[str] = ()
 ) -> StepGraph:
     """Returns the record of one training step of `model`, which is left untouched.
+
+    Of more than two micro-batches two are recorded, and `StepGraph.repeats` says how much longer the step is. Forward
+    and backward hooks of the model run, on fake tensors. One trace runs at a time: other threads wait.
 
     Args:
         model: any module, in the mode (train or eval) that training would have it in.
@@ -48,9 +58,31 @@ def trace_step(
         recompute: regions to recompute, as `find_regions` returns them; what is applied to `model` counts anyway.
 
     Raises:
-        ConfigError: the model or the loss decides by values that only a real run has, or uses an operator that
-            cannot be traced; the message names operator and module.
+        ConfigError: the model or the loss decides by values that only a real run has, uses an operator that cannot be
+            traced, or fails on these inputs; the message names operator, and module or hook.
+        KeyboardInterrupt: Ctrl-C, at the next operator.
     """
+    with _ONE_AT_A_TIME, interrupts_held() as interrupted:
+        # A function of its own: what it made is freed while Ctrl-C waits, as weak references have callbacks.
+        return _traced(model, inputs, step, loss, recompute, interrupted)
+
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Rules, the collector and torch's answers for fake tensors belong to the process."""
+
+_PASSES = 2
+"""Forward and backward passes per step that are traced: the third takes no more memory than the second."""
+
+
+def _traced(
+    model: nn.Module,
+    inputs: Any,
+    step: Step,
+    loss: Loss | None,
+    recompute: Sequence[str],
+    interrupted: Callable[[], None],
+) -> StepGraph:
+    traced = dataclasses.replace(step, accumulate=min(step.accumulate, _PASSES))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     net = fake_copy(model, mode, device="cpu")
     if recompute:
@@ -58,13 +90,16 @@ def trace_step(
     # A copy as well: the backward pass would leave fake gradients in its parameters.
     criterion = fake_copy(loss, mode, device="cpu") if isinstance(loss, nn.Module) else loss
     with torch.inference_mode(False), torch.device("cpu"), mode:
-        runner = StepRunner(net, _fake_inputs(inputs, mode), criterion, step)
-    recorder = _Recorder(StepGraph(rules=step.rules, notes=_notes(model)), net)
+        runner = StepRunner(net, _fake_inputs(inputs, mode), criterion, traced)
+    # Clipping and optimizer, which run once, are a small share of a step of several passes.
+    graph = StepGraph(rules=step.rules, repeats=step.accumulate / traced.accumulate, notes=_notes(model))
+    recorder = _Recorder(graph, net, interrupted)
+    recorder.on_host = {tensor.untyped_storage()._cdata: tensor for tensor in runner.on_host()}
     for kind, tensors in runner.held().items():
         recorder.hold(kind, tensors)
     with (
         _no_collection(),
-        _clear_errors(recorder),
+        clear_errors(recorder.culprit, lambda: recorder.phase, _shapes(inputs)),
         _calls_watched(net, recorder),
         _device_rules(step),
         # Whoever calls may have switched gradients or autocast, or chosen a device, for work of his own.
@@ -79,11 +114,12 @@ def trace_step(
         recorder,
     ):
         runner.run(recorder.begin)
+    _refuse_absurd(graph, inputs)
     recorder.mark("gradients", runner.gradients())
     recorder.references.clear()  # what is freed from here on is not the step's
     # What is freed at one moment (autocast's casts) goes in an order that depends on addresses.
-    recorder.graph.events.sort(key=lambda event: (event[0], -event[2], event[1]))
-    return recorder.graph
+    graph.events.sort(key=lambda event: (event[0], -event[2], event[1]))
+    return graph
 
 
 def _notes(model: nn.Module) -> dict[str, str]:
@@ -120,27 +156,33 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _device_rules(step: Step) -> Any:
-    return nullcontext() if step.rules == "cpu" else cuda_rules(step.precision)
+@contextmanager
+def _device_rules(step: Step) -> Iterator[None]:
+    with foreseen_kernels(step.rules), nullcontext() if step.rules == "cpu" else cuda_rules(step.precision):
+        yield
 
 
 class _Recorder(TorchDispatchMode):
     """Follows every operator, and every storage from birth to death."""
 
-    def __init__(self, graph: StepGraph, net: nn.Module) -> None:
+    def __init__(self, graph: StepGraph, net: nn.Module, interrupted: Callable[[], None]) -> None:
         super().__init__()
         self.graph = graph
+        self.interrupted = interrupted
+        self.culprit = Culprit(net)
         self.phase: Phase = "forward"
         self.calls: list[str] = []
         """Names of the modules whose forward is running, outermost first."""
         self.known: dict[int, int] = {}
         """Storage address to its index, as long as it lives."""
         self.references: dict[int, Any] = {}
+        self.depth = 0
+        """How many calls were running when the backward pass under way began."""
         self.sequence: list[int] = [0]
         self.region_at: list[str] = [""]
         """Which module was running when autograd gave out the node numbers from `sequence` on."""
-        self.failed: tuple[int, str] | None = None
-        """The last error that left a module's forward (its id: an error holds tensors), and the innermost such one."""
+        self.on_host: dict[int, Tensor] = {}
+        """Tensors that a device's step has in the host's memory, by storage address."""
         self.region_of_parameter = {id(p): n.rpartition(".")[0] for n, p in net.named_parameters()}
 
     def begin(self, phase: Phase) -> None:
@@ -162,14 +204,12 @@ class _Recorder(TorchDispatchMode):
                 self.graph.storages[index].kind = kind
 
     def enter(self, name: str) -> None:
-        self.failed = None
+        self.culprit.forget()
         self.calls.append(name)
         self._note_region()
 
     def leave(self) -> None:
-        name, error = self.calls.pop(), sys.exc_info()[1]
-        if error is not None and (self.failed is None or self.failed[0] != id(error)):
-            self.failed = id(error), name
+        self.culprit.left_module(self.calls.pop(), sys.exc_info()[1])
         self._note_region()
 
     def _note_region(self) -> None:
@@ -182,30 +222,39 @@ class _Recorder(TorchDispatchMode):
 
     def where(self) -> tuple[str, Phase]:
         """Returns the module and the phase that the operator under way belongs to."""
-        if self.calls:
-            return self.calls[-1], "recompute" if self.phase == "backward" else self.phase
-        node: Any = torch._C._current_autograd_node() if self.phase == "backward" else None
+        node: Any = torch._C._current_autograd_node()
         if node is None:
-            return self._outside(), self.phase
+            self.depth = len(self.calls)
+            return (self.calls[-1] if self.calls else self._outside()), self.phase
+        # A backward pass: the step's own, or one inside of its forward pass (gradient in forward).
+        if len(self.calls) > self.depth:
+            return self.calls[-1], "recompute"
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return self.region_of_parameter.get(id(variable), ""), self.phase
-        return self.region_at[bisect_right(self.sequence, node._sequence_nr()) - 1], self.phase
+            return self.region_of_parameter.get(id(variable), ""), "backward"
+        return self.region_at[bisect_right(self.sequence, node._sequence_nr()) - 1], "backward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # seven of ten calls, answered here in a tenth of the time
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ in _WRONG_SHAPES:
             raise ConfigError(
                 f"forecast: `{func}` (a recurrent network on a CPU) keeps a workspace that torch's fake tensors leave "
                 "out. Measure this model by a real step instead."
             )
-        result = func(*args, **kwargs)
-        if func.namespace != "prim":  # questions such as a tensor's device
-            self._record(func, args, kwargs, result)
+        if func.namespace == "prim":  # questions such as a tensor's device, which C++ asks where nothing may be raised
+            return func(*args, **kwargs)
+        self.interrupted()
+        result = view_of(func, args) if is_view(func, args, kwargs) else func(*args, **kwargs)
+        self._record(func, args, kwargs, result)
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         inputs, outputs = list(tensors_in((*args, *kwargs.values()))), list(tensors_in((result,)))
+        if inputs and all(map(self._is_on_host, inputs)):
+            self.on_host |= {tensor.untyped_storage()._cdata: tensor for tensor in outputs}
+            return
         region, phase = self.where()
         index = len(self.graph.ops)
         cast = False
@@ -219,7 +268,12 @@ class _Recorder(TorchDispatchMode):
                         "holds? The forecast runs a copy of the model. Make the loss an nn.Module, or take "
                         ".detach() of the tensor."
                     )
-                self._register(tensor.untyped_storage(), Storage(_bytes(tensor), "inputs", born=-1))
+                fresh = (
+                    func is torch.ops.aten.lift_fresh.default
+                )  # made here, by `torch.tensor(...)` or an assigned number
+                made = Storage(_bytes(tensor), "activations", index, region, phase)
+                held = Storage(_bytes(tensor), "inputs", born=-1)
+                self._register(tensor.untyped_storage(), made if fresh else held)
             elif func is torch.ops.aten._to_copy.default and phase in ("forward", "recompute"):
                 cast = self.graph.storages[known].kind == "parameters"
         born = 0
@@ -230,17 +284,23 @@ class _Recorder(TorchDispatchMode):
                 made = Storage(_bytes(tensor), kind, index, region, phase)
                 self._register(storage, made)
                 born += made.nbytes
-        moves = born > 0 or _writes(func)
+        moves = born > 0 or _writes(func) or str(func) in HOST_COPIES
         self.graph.ops.append(
             Op(
                 name=str(func).removeprefix("aten."),
                 region=region,
                 phase=phase,
-                call=(func, _spec(args), _spec(kwargs)) if moves else None,
-                flops=_flops(func, args, kwargs, result) if moves else 0,
-                bytes_moved=sum(t.numel() * t.element_size() for t in (*inputs, *outputs)) if moves else 0,
+                call=(func, spec_of(args), spec_of(kwargs)) if moves else None,
+                flops=flops_of(func, args, kwargs, result) if moves else 0,
+                bytes_moved=moved_bytes(func, inputs, outputs) if moves else 0,
+                reads=tuple({self.known[t.untyped_storage()._cdata]: None for t in inputs}),
             )
         )
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        # The optimizer of a device adds a number that it makes on the host (`torch.tensor(1.0)`) to its counters there.
+        counts = self.phase == "optimizer" and self.graph.rules == "cuda" and not isinstance(tensor, FakeTensor)
+        return counts or tensor.untyped_storage()._cdata in self.on_host
 
     def _register(self, storage: torch.UntypedStorage, made: Storage) -> None:
         index = len(self.graph.storages)
@@ -262,6 +322,7 @@ class _Recorder(TorchDispatchMode):
 @contextmanager
 def _calls_watched(net: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """Tells the recorder which module is running. The hooks go when the context does."""
+    recorder.culprit.watch_hooks()
     with ExitStack() as hooks:
         for name, module in net.named_modules():
             hooks.callback(module.register_forward_pre_hook(_enter(recorder, name), prepend=True).remove)
@@ -277,47 +338,17 @@ def _leave(recorder: _Recorder) -> Callable[..., None]:
     return lambda module, args, output: recorder.leave()
 
 
-@contextmanager
-def _clear_errors(recorder: _Recorder) -> Iterator[None]:
-    """Turns what torch says of an operator that cannot run without values into the place and the way out."""
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ConfigError(
-            f"forecast: {_place(recorder, error)} reads values in `{error.func}`, which only a real run has, so the "
-            "step cannot be foreseen without one. Leave this part out of the forecast (another `loss=`, a fixed "
-            "branch)."
-        ) from error
-    except UnsupportedOperatorException as error:
-        raise ConfigError(
-            f"forecast: {_place(recorder, error)} uses `{error.func}`, which says nothing of its result's shape "
-            "without running. Give it a fake kernel (torch.library.register_fake), or leave it out."
-        ) from error
-    except RuntimeError as error:
-        way_out = next((words for found, words in _WAYS_OUT.items() if found in str(error)), None)
-        if way_out is None:
-            raise
-        line = str(error).splitlines()[0]
-        raise ConfigError(f"forecast: {_place(recorder, error)} cannot be traced ({line}). {way_out}") from error
-
-
-def _place(recorder: _Recorder, error: BaseException) -> str:
-    failed = recorder.failed[1] if recorder.failed is not None and recorder.failed[0] == id(error) else None
-    return f"the {recorder.phase}" if failed is None else f"module '{failed}'" if failed else "the model's own forward"
-
+_MOST_BYTES = 2**60
 
 _WRONG_SHAPES = ("mkldnn_rnn_layer",)
 """Their fake kernels return less than the real ones: of an LSTM's step more than half would be missing."""
 
-_WAYS_OUT = {
-    ".numpy() is not supported": "Its values are only there in a real run: leave this part out of the forecast.",
-    "no fake impl registered": "Give the operator a fake kernel (torch.library.register_fake), or leave it out.",
-    "storage of SparseTensorImpl": "Sparse tensors and gradients are not foreseen: use dense ones (sparse=False).",
-}
-"""What torch says, and what can be done."""
-
 
 def _fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
+    if inputs is None:
+        raise ConfigError(
+            "inputs: None says nothing of the step. Give what the model is called with: a tensor, a tuple, a mapping."
+        )
     made: dict[int, Tensor] = {}  # one tensor that is given twice stays one
 
     def fake(tensor: Tensor) -> Tensor:
@@ -342,14 +373,17 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _spec(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
-    if isinstance(value, list | tuple):
-        return tuple(_spec(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _spec(item) for key, item in value.items()}
-    return value
+def _refuse_absurd(graph: StepGraph, inputs: Any) -> None:
+    """Keeps every sum of bytes far inside of 64 bits."""
+    if sum(storage.nbytes for storage in graph.storages) > _MOST_BYTES:
+        raise ConfigError(
+            f"inputs: a step with {_shapes(inputs)} would take more than an exbibyte. Give fewer or smaller ones."
+        )
+
+
+def _shapes(inputs: Any) -> str:
+    shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    return f"tensors of shape {listing(shapes, 4)}" if shapes else "no tensor"
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -358,8 +392,3 @@ def _bytes(tensor: Tensor) -> int:
 
 def _writes(func: Any) -> bool:
     return bool(func._schema.is_mutable)
-
-
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    count = flop_registry.get(func.overloadpacket)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=result))

@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from medckpt import typed
 from medckpt.errors import ConfigError
 from medckpt.memory.profile import MemoryProfile
+from medckpt.profiles import load_profile
 
 FILES = {path.stem: path for path in (Path(__file__).resolve().parents[2] / "configs" / "memory").glob("*.yaml")}
 CARDS = sorted(set(FILES) - {"auto", "cpu"})
@@ -132,11 +134,37 @@ def test_rules_are_all_named_at_once() -> None:
         ({"library_workspace_bytes": -1}, "library_workspace_bytes, workspaces: must be 0 or above"),
         ({"workspaces": {"conv": -1}}, "library_workspace_bytes, workspaces: must be 0 or above"),
         ({"sources": {"capacity": "x"}}, "sources.capacity: no such field. Did you mean 'capacity_bytes'?"),
+        ({"capacity_bytes": -1}, "capacity_bytes: must be above 0"),
+        ({"capacity_bytes": "40 GB"}, "capacity_bytes: must be a whole number, not '40 GB' (str)"),
+        ({"capacity_bytes": 4e10}, "capacity_bytes: must be a whole number, not 40000000000.0 (float)"),
+        ({"bandwidth_gb_s": "fast"}, "bandwidth_gb_s: must be a number, not 'fast' (str)"),
+        ({"bandwidth_share": None}, "bandwidth_share: must be a number, not None"),
+        ({"context_bytes": 5}, "context_bytes: must be a tuple of 2 numbers, not 5 (int)"),
+        ({"conv_workspace": (0.0, 1.0)}, "conv_workspace: must be a tuple of 3 numbers, not (0.0, 1.0)"),
+        ({"device": "gpu"}, "device: must be one of auto, cpu, cuda, not 'gpu'"),
+        ({"name": 3}, "name: must be text, not 3 (int)"),
+        ({"device_names": "A100"}, "device_names: must be a tuple of texts, not 'A100' (str)"),
+        ({"workspaces": {"conv": "x"}}, "workspaces: must be a dict"),
+        ({"sources": ["x"]}, "sources: must be a dict of texts, not ['x'] (list)"),
     ],
 )
 def test_a_broken_figure_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         MemoryProfile(**change)
+
+
+def test_figures_of_numpy_are_numbers() -> None:
+    assert MemoryProfile(capacity_bytes=np.int64(5), bandwidth_gb_s=np.float32(2.0)).capacity_bytes == 5
+
+
+def test_a_key_that_is_there_twice_is_named_with_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\ndevice: cuda\ncapacity_bytes: 5\nsources:\n  title: x\ncapacity_bytes: 6\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml, line 6: the key 'capacity_bytes' is there already, in line 3"):
+        load_profile(path)
+    path.write_text("name: mine\ncapacity_bytes: 5\nsources:\n  title: x\n  title: y\n")
+    with pytest.raises(ConfigError, match="line 5: the key 'title' is there already, in line 4"):
+        load_profile(path)
 
 
 def test_an_unknown_key_and_a_wrong_type_are_named() -> None:

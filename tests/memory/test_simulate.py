@@ -315,7 +315,7 @@ REAL: list[tuple[str, int, bool, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("name", "batch", "recompute", "settings"),
-    REAL,
+    [pytest.param(*one, marks=[pytest.mark.slow] if one[0] == "swin" else []) for one in REAL],
     ids=[f"{name}-{'all' if again else 'none'}-{'-'.join(map(str, s.values()))}" for name, _, again, s in REAL],
 )
 def test_a_real_step_on_this_cpu_takes_what_is_foreseen(

@@ -33,6 +33,16 @@ def linear() -> nn.Linear:
         ({"optimizer": "adam"}, r"optimizer: 'adam' is not known\. Did you mean 'adamw'\? Known: adamw, sgd"),
         ({"precision": "16-mixed", "rules": "cpu"}, r"precision=16-mixed: .* GPU.*Use 32 or bf16-mixed"),
         ({"accumulate": 0}, r"accumulate: must be at least 1, not 0"),
+        ({"accumulate": 2.0}, r"accumulate: must be a whole number of passes, not 2.0 \(float\)"),
+        ({"accumulate": True}, r"accumulate: must be a whole number of passes, not True \(bool\)"),
+        ({"clip_norm": "x"}, r"clip_norm: must be a number above 0, or None; not 'x' \(str\)"),
+        ({"clip_norm": float("nan")}, r"clip_norm: must be above 0, or None; not nan"),
+        (
+            {"optimizer": torch.optim.SGD([torch.ones(1)])},
+            r"optimizer: must be a name or None, not a value of type SGD",
+        ),
+        ({"averages": "yes"}, r"averages: must be True or False, not 'yes' \(str\)"),
+        ({"weight_cache": None}, r"weight_cache: must be True or False, not None"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -82,10 +92,14 @@ def test_averages_follow_the_weights() -> None:
     assert [average.shape for average in runner.averages] == [parameter.shape for parameter in runner.trained]
 
 
-@pytest.mark.parametrize(("optimizer", "per_parameter"), [("adamw", 3), ("sgd", 1), (None, 0)])
-def test_what_is_held_between_steps(optimizer: Any, per_parameter: int) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "rules", "per_parameter"),
+    [("adamw", "cpu", 3), ("adamw", "cuda", 2), ("sgd", "cpu", 1), ("sgd", "cuda", 1), (None, "cuda", 0)],
+)
+def test_what_is_held_between_steps(optimizer: Any, rules: Any, per_parameter: int) -> None:
+    """On a card AdamW's step counters are on the CPU."""
     net = nn.Sequential(linear(), nn.BatchNorm1d(3), nn.Linear(3, 2).requires_grad_(False))
-    runner = StepRunner(net, torch.ones(2, 4), None, Step(optimizer=optimizer, averages=True))
+    runner = StepRunner(net, torch.ones(2, 4), None, Step(optimizer=optimizer, rules=rules, averages=True))
     held = {kind: len(tensors) for kind, tensors in runner.held().items()}
     assert held == {"parameters": 6 + 3, "optimizer": 4 * per_parameter, "averages": 4, "inputs": 1}
     assert runner.gradients() == []
@@ -149,6 +163,17 @@ def test_every_tensor_of_nested_inputs_and_of_a_loss_module_is_held() -> None:
 def test_a_loss_must_be_one_number(value: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=f"loss: must return one number to minimise, not {what}"):
         run(linear(), torch.ones(2, 4), lambda output: value)
+
+
+@pytest.mark.parametrize("loss", [lambda output: output.mean().detach(), lambda output: torch.ones(())])
+def test_a_loss_that_trains_nothing_is_refused(loss: Any) -> None:
+    with pytest.raises(ConfigError, match=r"loss: what it returns has no gradient.*detach"):
+        run(linear(), torch.ones(2, 4), loss)
+
+
+def test_a_loss_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"loss: must be a callable .*not 'dice' \(str\)"):
+        run(linear(), torch.ones(2, 4), "dice")
 
 
 def test_a_loss_of_one_element_is_a_number() -> None:

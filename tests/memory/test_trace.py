@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from medckpt.errors import ConfigError
 from medckpt.memory.apply import applied, apply_recompute
 from medckpt.memory.graph import StepGraph, Storage
 from medckpt.memory.step import Step
@@ -256,7 +258,7 @@ def test_the_model_is_left_as_it_was_after_an_error() -> None:
             raise KeyError("of the user")
 
     net = nn.Sequential(nn.Linear(8, 8), Fails())
-    with pytest.raises(KeyError, match="of the user"):
+    with pytest.raises(ConfigError, match=r"module '1' \(Fails\) fails with KeyError: 'of the user'"):
         of(net, torch.randn(5, 8))
     assert gc.isenabled()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
@@ -390,3 +392,23 @@ def test_storages_count_once_however_many_views() -> None:
     layer = [s for s in graph.storages if s.region == "layer" and s.phase == "forward"]
     assert [s.nbytes for s in layer] == [160]
     assert isinstance(layer[0], Storage)
+
+
+def test_of_many_micro_batches_two_are_recorded() -> None:
+    two, many = (of(TwoLayers(), torch.randn(5, 8), Step(rules="cpu", accumulate=n)) for n in (2, 10**9))
+    assert (two.repeats, many.repeats) == (1.0, 5e8)
+    assert two == dataclasses.replace(many, repeats=1.0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_counters_of_adamw_are_not_on_a_card(accumulate: int) -> None:
+    """torch.optim.Adam keeps `step` on the CPU unless it is fused or capturable, and adds a number made there."""
+    step = Step(precision="32", rules="cuda", accumulate=accumulate)
+    graph = of(TwoLayers(), torch.randn(5, 8), step)
+    parameters = held(graph, "parameters")
+    assert sorted(held(graph, "optimizer")) == sorted(2 * parameters)
+    assert held(graph, "inputs") == [160]
+    assert all(4 not in (s.nbytes,) for s in graph.storages if s.phase == "optimizer")
+    assert not [op.name for op in graph.ops if op.phase == "optimizer" and "lift_fresh" in op.name]
+    on_cpu = of(TwoLayers(), torch.randn(5, 8), Step(precision="32", rules="cpu"))
+    assert sorted(held(on_cpu, "optimizer")) == sorted([*2 * parameters, *[4] * len(parameters)])

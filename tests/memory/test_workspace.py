@@ -13,7 +13,7 @@ from medckpt.memory.profile import MemoryProfile
 from medckpt.memory.simulate import simulate
 from medckpt.memory.step import Step
 from medckpt.memory.trace import trace_step
-from medckpt.memory.workspace import estimate, has_scratch, measure_scratch
+from medckpt.memory.workspace import estimate, fast_bfloat16, has_scratch, measure_scratch
 
 CPU = MemoryProfile(name="cpu", device="cpu")
 CARD = MemoryProfile(name="card", device="cuda", conv_workspace=(0.1, 0.25, 1.0))
@@ -136,3 +136,30 @@ def test_a_custom_operator_is_named_and_widens_the_interval(profile: MemoryProfi
     assert high >= low + 4096 * 1024 * 4
     assert found.reserved_bytes[1] >= high
     assert sum(found.parts.values()) == found.peak_bytes
+
+
+@pytest.mark.skipif(fast_bfloat16(), reason="oneDNN computes bfloat16 on this CPU")
+def test_unfolding_is_known_without_measuring() -> None:
+    """Where torch computes convolutions itself, its copy of the input is the scratch memory, to the byte."""
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                [nn.Conv3d(2, 5, 3, padding=1), nn.Conv3d(5, 6, 4, stride=4), nn.Conv3d(6, 3, 1)]
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    step = Step(precision="bf16-mixed", rules="cpu", optimizer=None)
+    graph = trace_step(Three(), torch.empty(2, 2, 16, 16, 16), step)
+    found = [op for op in graph.ops if op.name == "convolution.default"]
+    assert len(found) == 3
+    for op in found:
+        low, expected, high = estimate(op, CPU)
+        assert low <= expected <= high
+        assert expected == measure_scratch(op)
+    assert estimate(found[0], CPU)[1] == 2 * 16**3 * 2 * 27 * 2

@@ -1,0 +1,94 @@
+"""How a step runs, beside what is done with its regions: whole, with a tail by samples, or in micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+
+from medckpt.errors import ConfigError
+from medckpt.memory.bind import bind, find_tail
+from medckpt.memory.target_loss import TargetLoss
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a step runs, beside what is done with its regions."""
+
+    tail: bool = False
+    micro_batches: int = 1
+
+
+def ways_to_try(
+    model: nn.Module, samples: int, *, by_samples: bool, micro_batches: int | None, tail: bool | None
+) -> list[Way]:
+    """Returns how a step of `samples` may run, in the order in which it is tried; not all may be exact for the model.
+
+    `by_samples`: whether the loss is at hand, of (output, target). `micro_batches`, `tail`: what is asked for; None
+    leaves it open.
+    """
+    by_samples = by_samples and samples > 1
+    whole = micro_batches in (None, 1)
+    found = [Way()] if whole and tail is not True else []
+    if by_samples and whole and tail is not False and _has_tail(model):
+        # Micro-batches of the whole network take more time for the same memory (B4 of the frontier study).
+        return [*found, Way(tail=True)]
+    if by_samples and tail is not True and micro_batches != 1:
+        counts = [k for k in range(2, samples + 1) if samples % k == 0]
+        found += [Way(micro_batches=k) for k in counts if micro_batches in (None, k)]
+    return found
+
+
+def refuse_impossible(
+    model: nn.Module, loss: TargetLoss | None, target: Any, samples: int, micro_batches: Any, tail: bool | None
+) -> None:
+    """Raises ConfigError for a way to run that was asked for and cannot be."""
+    if micro_batches is not None and (
+        isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1
+    ):
+        raise ConfigError(f"micro_batches={micro_batches!r}: must be a whole number from 1 on, or 'auto'.")
+    if loss is not None and target is None:
+        raise ConfigError("target: with a loss of (output, target) the target is needed; on 'meta' it takes no memory.")
+    split = "micro_batches" if micro_batches not in (None, 1) else "tail" if tail else None
+    if split and loss is None:
+        raise ConfigError(f"{split}: a step by samples needs a loss of (output, target). Give loss= and target=.")
+    if split == "micro_batches" and samples % (micro_batches or 1):
+        raise ConfigError(f"micro_batches={micro_batches}: does not divide the {samples} samples of a step.")
+    if split == "tail" and loss is not None and find_tail(model) is None:
+        bind(model, loss, tail=True)  # says what it needs
+
+
+def _has_tail(model: nn.Module) -> bool:
+    """Whether the per-sample tail is known and exact for this model."""
+    try:
+        return find_tail(model) is not None and bind(model, lambda output, _: output, tail=True) is not None
+    except ConfigError:
+        return False
+
+
+class BoundModel(nn.Module):
+    """A step with its loss inside, as a module that can be traced."""
+
+    def __init__(self, model: nn.Module, loss: TargetLoss, way: Way) -> None:
+        super().__init__()
+        self.model = model
+        self.step = bind(model, loss, tail=way.tail, micro_batches=way.micro_batches)
+
+    def forward(self, inputs: Any, target: Any) -> torch.Tensor:
+        return self.step(inputs, target)
+
+
+def real_tensors(tree: Any) -> Any:
+    """Returns tensors of the same shapes and dtypes that hold values: random ones where there are none."""
+
+    def made(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
+            return tensor
+        shape, dtype = tensor.shape, tensor.dtype
+        return torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+
+    return tree_map_only(Tensor, made, tree)
