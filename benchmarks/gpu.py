@@ -165,10 +165,11 @@ def forecasts(todo: list[Case], folder: Path, context: Any, until: float) -> tup
                 ready[name] = future.result()
             elif not isinstance(error, BrokenProcessPool):  # killed for want of memory: the next call tries again
                 failed[name] = f"failed: forecast: {type(error).__name__}: {error}"
-            print(f"\rforecast {len(ready)} of {len(todo)} without the device", end="", file=sys.stderr)
+            if sys.stderr.isatty():
+                print(f"\rforecast {len(ready)} of {len(todo)} without the device", end="", file=sys.stderr)
     except TimeoutError:
         pass
-    print(file=sys.stderr)
+    print(f"\rforecast {len(ready)} of {len(todo)} without the device", file=sys.stderr)
     pool.shutdown(wait=True, cancel_futures=True)
     return ready, failed
 

@@ -9,32 +9,44 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from medckpt.config import RunConfig as RunConfig
     from medckpt.config import compose as compose
+    from medckpt.errors import InfeasibleBudget as InfeasibleBudget
     from medckpt.errors import MedckptError as MedckptError
+    from medckpt.fitting import apply as apply
+    from medckpt.fitting import bind as bind
+    from medckpt.fitting import plan as plan
+    from medckpt.fitting import remove as remove
+    from medckpt.fitting import verify as verify
     from medckpt.forecasting import Forecast as Forecast
     from medckpt.forecasting import forecast as forecast
     from medckpt.memory.apply import apply_recompute as apply_recompute
     from medckpt.memory.apply import undo as undo
+    from medckpt.memory.plan import MemoryPlan as MemoryPlan
     from medckpt.memory.profile import MemoryProfile as MemoryProfile
     from medckpt.memory.regions import find_regions as find_regions
     from medckpt.run import evaluate as evaluate
-    from medckpt.run import plan as plan
     from medckpt.run import predict as predict
     from medckpt.run import train as train
 
 _HOMES = {
     "Forecast": "medckpt.forecasting",
+    "InfeasibleBudget": "medckpt.errors",
     "MedckptError": "medckpt.errors",
+    "MemoryPlan": "medckpt.memory.plan",
     "MemoryProfile": "medckpt.memory.profile",
     "RunConfig": "medckpt.config",
+    "apply": "medckpt.fitting",
     "apply_recompute": "medckpt.memory.apply",
+    "bind": "medckpt.fitting",
     "compose": "medckpt.config",
     "evaluate": "medckpt.run",
     "find_regions": "medckpt.memory.regions",
     "forecast": "medckpt.forecasting",
-    "plan": "medckpt.run",
+    "plan": "medckpt.fitting",
     "predict": "medckpt.run",
+    "remove": "medckpt.fitting",
     "train": "medckpt.run",
     "undo": "medckpt.memory.apply",
+    "verify": "medckpt.fitting",
 }
 
 __all__ = list(_HOMES)

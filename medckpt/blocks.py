@@ -82,6 +82,8 @@ class SwinUnetrConfig:
     """One residual convolution block in front of each stage."""
 
     DIVISOR: ClassVar[int] = 32  # patch embedding 2, then four halvings
+    ANY_SIZE: ClassVar[bool] = True
+    """Whether one network takes patches of any legal size."""
 
     def __post_init__(self) -> None:
         _rules(
@@ -124,6 +126,7 @@ class UnetrConfig:
     dropout_rate: float = 0.0
 
     DIVISOR: ClassVar[int] = 16  # the side of a token
+    ANY_SIZE: ClassVar[bool] = False  # a position per token
 
     def __post_init__(self) -> None:
         _rules(

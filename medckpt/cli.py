@@ -18,7 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from medckpt.errors import ConfigError, MedckptError, suggest
+from medckpt import machine
+from medckpt import words as parse
+from medckpt.errors import ConfigError, DataError, MedckptError, suggest
 from medckpt.help import HELP, RECIPES, TOP
 
 INTERRUPTED = 130
@@ -26,11 +28,34 @@ DOES_NOT_FIT = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0 done, 1 our fault, 2 bad input, 3 does not fit, 130 interrupted."""
+    """Runs one command; returns its exit code.
+
+    0 done, 1 our fault, 2 bad input (or an output that cannot be written), 3 does not fit, 130 interrupted.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter of a path is no reason to stop
             stream.reconfigure(errors="replace")
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return code
+    except MedckptError as error:
+        _print_error(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _print_error("interrupted")
+        return INTERRUPTED
+    except Exception as error:
+        lost = _lost_output() if isinstance(error, OSError) else None
+        if lost is not None:
+            _print_error(f"standard output cannot be written ({lost}). What is in files is complete.")
+            return DataError.exit_code
+        file = _traceback_file()
+        _print_error(f"this is our own fault, not yours: {error!r}\nThe traceback is in {file}.")
+        return 1
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(TOP, end="")
         return 0
@@ -46,28 +71,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "recipes": _recipes,
         "profile": _profile,
     }
-    try:
-        if verb not in verbs:
-            raise ConfigError(f"'{verb}' is not a verb. {suggest(verb, verbs)}")
-        if "--help" in rest or "-h" in rest:
-            print(HELP[verb], end="")
-            return 0
-        _log_to_stderr()
-        return verbs[verb](rest)
-    except MedckptError as error:
-        _print_error(str(error))
-        return error.exit_code
-    except KeyboardInterrupt:
-        _print_error("interrupted")
-        return INTERRUPTED
-    except Exception:
-        file = _traceback_file()
-        _print_error(f"this is our own fault, not yours: {sys.exc_info()[1]!r}\nThe traceback is in {file}.")
-        return 1
+    if verb not in verbs:
+        raise ConfigError(f"'{verb}' is not a verb. {suggest(verb, verbs)}")
+    if "--help" in rest or "-h" in rest:
+        print(HELP[verb], end="")
+        return 0
+    _log_to_stderr()
+    rest, repeated = parse.once(rest)
+    if machine.rank() == 0:  # Lightning starts its other processes with the same words
+        for line in repeated:
+            print(f"note {line}", file=sys.stderr)
+    return verbs[verb](rest)
 
 
 def _train(words: list[str]) -> int:
-    as_json = _take_flag(words, "--json")
+    as_json = parse.take_flag(words, "--json")
     keys = {word.partition("=")[0]: word.partition("=")[2] for word in words if not word.startswith("-")}
     if "resume" in keys:
         if "recipe" in keys:
@@ -89,7 +107,7 @@ def _train_by_hydra(recipe: str, words: list[str], as_json: bool) -> int:
     from medckpt import config as configuration
     from medckpt import search_path
 
-    flags, overrides = _split_flags(words)
+    flags, overrides = parse.split_flags(words)
     overrides = configuration.normalize(overrides)
     multirun = not {"-m", "--multirun"}.isdisjoint(flags)
     composed, fitted = None, overrides
@@ -160,7 +178,7 @@ def _resume(run: Path, words: list[str], as_json: bool) -> int:
     from medckpt import typed
     from medckpt.run_folder import load_config
 
-    flags, overrides = _split_flags(words)
+    flags, overrides = parse.split_flags(words)
     if flags:
         raise ConfigError(f"resume= does not take {' '.join(flags)}.")
     changed = configuration.change(typed.to_plain(load_config(run)), overrides)
@@ -182,11 +200,14 @@ def _run_training(config: Any, resume: Path | None, as_json: bool) -> tuple[int,
 
 
 def _plan(words: list[str]) -> int:
-    as_json = _take_flag(words, "--json")
-    own, settings = {}, []
+    as_json = parse.take_flag(words, "--json")
+    own: dict[str, str] = {}
+    settings = []
     for word in words:
         key, equals, value = word.partition("=")
         if equals and key in ("recipe", "channels", "classes", "sides", "output"):
+            if not value:
+                raise ConfigError(f"{key}=: a value is missing.\nSee medckpt plan --help.")
             own[key] = value
         elif word.startswith("-"):
             raise ConfigError(f"{word}: not understood.\nSee medckpt plan --help.")
@@ -196,15 +217,31 @@ def _plan(words: list[str]) -> int:
         from medckpt.search_path import recipe_names
 
         raise ConfigError(f"say which recipe: medckpt plan recipe=NAME. {suggest('', recipe_names())}")
-    from medckpt import console, machine, run
+    from medckpt import console, machine, run_plan
 
     console.speak_on(stderr=as_json)
-    planned = run.plan(
+    allowed = next((word.partition("=")[2] for word in reversed(settings) if word.startswith("budget=")), "null")
+    if not allowed:
+        raise ConfigError("budget=: a value is missing.\nSee medckpt plan --help.")
+    if allowed != "null":
+        if parse.sides(own.get("sides")):
+            raise ConfigError("sides=: a plan under a budget has no table of patch sizes. Leave sides= or budget= out.")
+        found = run_plan.plan_budget(
+            own["recipe"],
+            settings,
+            channels=parse.whole(own, "channels"),
+            classes=parse.whole(own, "classes"),
+            output=Path(own.get("output", "plans")),
+        )
+        if as_json:
+            print(json.dumps(found.to_dict()))
+        return 0
+    planned = run_plan.plan(
         own["recipe"],
         settings,
-        channels=_whole(own, "channels"),
-        classes=_whole(own, "classes"),
-        sides=_sides(own.get("sides")),
+        channels=parse.whole(own, "channels"),
+        classes=parse.whole(own, "classes"),
+        sides=parse.sides(own.get("sides")),
         output=Path(own.get("output", "plans")),
         workers=machine.cpu_count(),
     )
@@ -213,26 +250,9 @@ def _plan(words: list[str]) -> int:
     return 0 if planned.chosen.fits != "no" else DOES_NOT_FIT
 
 
-def _whole(keys: dict[str, str], key: str) -> int | None:
-    if key not in keys:
-        return None
-    if not (keys[key].isascii() and keys[key].isdigit()) or int(keys[key]) < 1:
-        raise ConfigError(f"{key}={keys[key]}: must be a whole number, 1 or more.")
-    return int(keys[key])
-
-
-def _sides(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    words = [word for word in text.strip("[]").replace(" ", "").split(",") if word]
-    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise ConfigError(f"sides={text}: must be whole numbers, for example sides=[64,96,128].")
-    return tuple(map(int, words))
-
-
 def _profile(words: list[str]) -> int:
-    as_json = _take_flag(words, "--json")
-    keys = _read_keys("profile", words, required=(), optional=("output",))
+    as_json = parse.take_flag(words, "--json")
+    keys = parse.read_keys("profile", words, required=(), optional=("output",))
     from medckpt import console, run, typed
 
     console.speak_on(stderr=as_json)
@@ -243,8 +263,8 @@ def _profile(words: list[str]) -> int:
 
 
 def _predict(words: list[str]) -> int:
-    as_json = _take_flag(words, "--json")
-    keys = _read_keys("predict", words, required=("run", "input", "output"), optional=("weights",))
+    as_json = parse.take_flag(words, "--json")
+    keys = parse.read_keys("predict", words, required=("run", "input", "output"), optional=("weights",))
     from medckpt import console, run
 
     console.speak_on(stderr=as_json)
@@ -257,8 +277,8 @@ def _predict(words: list[str]) -> int:
 
 
 def _evaluate(words: list[str]) -> int:
-    as_json = _take_flag(words, "--json")
-    keys = _read_keys("evaluate", words, required=("run",), optional=("data", "output", "weights"))
+    as_json = parse.take_flag(words, "--json")
+    keys = parse.read_keys("evaluate", words, required=("run",), optional=("data", "output", "weights"))
     from medckpt import console, run
 
     console.speak_on(stderr=as_json)
@@ -272,7 +292,7 @@ def _evaluate(words: list[str]) -> int:
 def _recipes(words: list[str]) -> int:
     from medckpt.search_path import find_recipe, recipe_names
 
-    as_json = _take_flag(words, "--json")
+    as_json = parse.take_flag(words, "--json")
     match words:
         case [] | ["list"]:
             first = {name: find_recipe(name).read_text().splitlines()[0].lstrip("# ") for name in recipe_names()}
@@ -301,51 +321,6 @@ def _copy_recipe(source: Path, target: Path) -> None:
     print(f"{target}\nTrain with it: medckpt train recipe={target if target.is_absolute() else f'./{target}'}")
 
 
-def _read_keys(verb: str, words: Sequence[str], *, required: Sequence[str], optional: Sequence[str]) -> dict[str, str]:
-    problems, keys = [], {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not value:
-            problems.append(f"'{word}' is not key=value.")
-        elif key not in (*required, *optional):
-            problems.append(f"{key}: unknown key. {suggest(key, (*required, *optional))}")
-        else:
-            keys[key] = value
-    problems += [f"{key}=... is missing." for key in required if key not in keys]
-    if problems:
-        raise ConfigError("\n".join(problems) + f"\nSee medckpt {verb} --help.")
-    return keys
-
-
-def _split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separates Hydra's flags (with the word that follows --cfg and its like) from key=value words."""
-    flags: list[str] = []
-    overrides: list[str] = []
-    takes_value = {"--cfg", "-c", "--package", "-p"}
-    may_take_value = {"--info", "-i"}
-    for word in words:
-        if word.startswith(("--config", "-cd", "-cn", "-cp")):
-            raise ConfigError(f"{word}: recipe= chooses the file. Give your own as recipe=./FILE.yaml instead.")
-        if word.startswith("--experimental-rerun"):
-            raise ConfigError(f"{word}: not supported. A run goes on with resume=RUN.")
-        last = flags[-1] if flags else ""
-        if word.startswith("-") or last in takes_value or (last in may_take_value and "=" not in word):
-            flags.append(word)
-        else:
-            overrides.append(word)
-    shows = [flag for flag in flags if flag.partition("=")[0] in ("--cfg", "-c", "--info", "-i")]
-    if shows and not {"-m", "--multirun"}.isdisjoint(flags):
-        raise ConfigError(f"{shows[0]} shows one run: leave out -m.")
-    return flags, overrides
-
-
-def _take_flag(words: list[str], flag: str) -> bool:
-    found = flag in words
-    while flag in words:
-        words.remove(flag)
-    return found
-
-
 def _say_scaled(recipe: str, changes: dict[str, Any], as_json: bool) -> None:
     from medckpt import console
 
@@ -356,6 +331,23 @@ def _say_scaled(recipe: str, changes: dict[str, Any], as_json: bool) -> None:
 def _print_error(message: str) -> None:
     bold = "\033[1;31merror\033[0m" if sys.stderr.isatty() else "error"
     print(f"{bold} {message}", file=sys.stderr)
+
+
+def _lost_output() -> str | None:
+    """Returns why standard output takes nothing more, None if it does.
+
+    An error of a write does not say which file it was, so one more line is tried.
+    """
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):  # replaced by what is no file
+        return None
+    try:
+        os.write(number, b"\n")
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # for what Python still holds when it ends
+        return error.strerror or type(error).__name__
+    return None
 
 
 def _log_to_stderr() -> None:

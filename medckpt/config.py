@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from medckpt import profiles, search_path, typed
+from medckpt import allowance, profiles, search_path, typed
 from medckpt.blocks import (
     DataConfig,
     LossConfig,
@@ -36,6 +36,11 @@ class RunConfig:
     memory: MemoryProfile = field(default_factory=MemoryProfile)
     activation_ckpt: Literal["none", "block", "all"] = "none"
     """Recompute in backward: nothing, every repeated block, or every block."""
+    budget: str | int | None = None
+    """Bytes that a training step may take on the device: 8GiB, auto (what it has), min (as little as can be). The
+    fastest exact plan under it is applied; None plans nothing."""
+    offload: bool = False
+    """Whether a plan under a budget may keep what is saved for backward in host memory; for a GPU."""
     precision: Literal["auto", "32", "bf16-mixed", "16-mixed"] = "auto"
     """auto: bf16-mixed where the device computes in it, 32 elsewhere."""
     seed: int = 0
@@ -44,10 +49,27 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         problems = self.model.patch_problems(self.sampler.patch_size)
+        if self.budget is not None:
+            problems += _budget_problems(self.budget, self.memory)
+        if self.budget is not None and self.activation_ckpt != "none":
+            problems.append(
+                f"budget={self.budget}: the plan decides what is recomputed; leave activation_ckpt="
+                f"{self.activation_ckpt} out."
+            )
         if not 0 <= self.seed < 2**32:
             problems.append("seed: must lie in 0..2^32 - 1.")
         if problems:
             raise ConfigError("\n".join(problems))
+
+
+def _budget_problems(budget: str | int, memory: MemoryProfile) -> list[str]:
+    if budget == "auto":
+        return []  # what the device has; a finished run is read where there is no such device
+    try:
+        allowance.read_budget(budget, memory)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

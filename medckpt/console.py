@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,23 +16,29 @@ from rich.table import Table
 
 from medckpt import machine
 from medckpt.config import RunConfig
-from medckpt.forecasting import milliseconds, size
+from medckpt.errors import size
 from medckpt.training.schedule import share_done
 
 if TYPE_CHECKING:
     from torch import nn
 
     from medckpt.datasets.layouts import Case, Dataset
-    from medckpt.forecasting import Forecast
-    from medckpt.memory.profile import MemoryProfile
-    from medckpt.planner import StepPlan
     from medckpt.training.module import SegmentationModule
     from medckpt.training.state import Progress as RunProgress
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
+_QUIET_SECONDS = 15
+"""Where there is no terminal for a bar, a line says so often how far the work is."""
+
+
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        """Leaves it to the command line to say that nobody reads any more; rich would end without a word."""
+        raise BrokenPipeError(errno.EPIPE, "nobody reads any more")
+
 
 # Under DDP the first process speaks for all.
-OUT = Console(highlight=False, soft_wrap=True, quiet=machine.rank() > 0)
+OUT = _Screen(highlight=False, soft_wrap=True, quiet=machine.rank() > 0)
 
 
 def speak_on(*, stderr: bool) -> None:
@@ -75,15 +81,21 @@ def start(folder: Path, config: RunConfig, device: str, network: nn.Module) -> N
 @contextlib.contextmanager
 def bar(title: str, total: int | None) -> Iterator[Callable[[], None]]:
     """Shows a bar over `total` items while its block runs (after a moment, so that short work stays quiet)."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-    )
+    count = "{task.completed}" if total is None else "{task.completed}/{task.total}"
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(count), TimeElapsedColumn())
+    done, last_line = 0, time.monotonic()
     with Progress(*columns, console=OUT, transient=True, disable=not OUT.is_terminal) as progress:
         task = progress.add_task(title, total=total)
-        yield lambda: progress.advance(task)
+
+        def advance() -> None:
+            nonlocal done, last_line
+            done += 1
+            progress.advance(task)
+            if not OUT.is_terminal and time.monotonic() - last_line > _QUIET_SECONDS:  # a log file wants lines
+                last_line = time.monotonic()
+                OUT.print(f"{title}: {done}" + ("" if total is None else f" of {total}"))
+
+        yield advance
 
 
 @contextlib.contextmanager
@@ -112,7 +124,7 @@ def training(config: RunConfig) -> Iterator[Callable[[SegmentationModule, float 
             left = run.seconds * (1 - done) / done if done else 0.0
             text = f"step {run.step}, loss {smooth:.3f}{dice}, {_minutes(left)} left"
             progress.update(task, completed=done, text=text)
-            if not OUT.is_terminal and time.monotonic() - last_line > 30:  # a log file wants lines, not a bar
+            if not OUT.is_terminal and time.monotonic() - last_line > 2 * _QUIET_SECONDS:
                 last_line = time.monotonic()
                 OUT.print(f"{done:4.0%}  {text}")
 
@@ -162,11 +174,10 @@ def summary(metrics: dict[str, Any], memory: dict[str, Any], report: Path, *, sh
     """
     OUT.print()
     scores(metrics)
-    gib = memory["process_peak_bytes"] / GIB
     OUT.print(
         f"\n[bold]mean Dice {_number(metrics['dice_mean'], 3)}[/] on {len(metrics['cases'])} cases that were never "
-        f"trained on; {metrics['steps']} steps in {metrics['minutes']:.1f} min, peak {gib:.1f} GiB "
-        f"({memory['process_measure']})."
+        f"trained on; {metrics['steps']} steps in {metrics['minutes']:.1f} min. The process "
+        f"took {size(memory['process_peak_bytes'])} at most ({memory['process_measure']})."
     )
     if share < 0.99:
         OUT.print(
@@ -175,109 +186,6 @@ def summary(metrics: dict[str, Any], memory: dict[str, Any], report: Path, *, sh
         )
     folder = escape(str(report.parent))
     OUT.print(f"Report:  {escape(str(report))}\nPredict: medckpt predict run={folder} input=SCAN output=FOLDER")
-
-
-def foreseen(forecast: Forecast) -> None:
-    """Says in one line what a step is going to take."""
-    low, high = forecast.peak_interval
-    spread = "" if high - low < 0.005 * GIB else f" ({size(low)} to {size(high)})"
-    time = "" if forecast.step_ms is None else f", about {milliseconds(forecast.step_ms)} per step"
-    capacity = forecast.profile.capacity_bytes
-    holds = "" if capacity is None else f" of {capacity / GIB:.1f} GiB: {_FITS[forecast.fits]}"
-    OUT.print(
-        f"[bold]Forecast:[/] peak {forecast.peak_bytes / GIB:.2f} GiB{spread}{holds}{time}; in the {forecast.where}."
-    )
-
-
-def measured(predicted: int, found: int) -> None:
-    """Says in one line what the first full step took."""
-    error = 100 * (predicted / found - 1)
-    OUT.print(
-        f"[bold]Measured:[/] peak {found / GIB:.2f} GiB in the first full step; the forecast is {error:+.1f} % off."
-    )
-
-
-def planned(plan: StepPlan, picture: Path) -> None:
-    """Prints the one screen of a plan: the table, the recipe's own step part by part, what to do next."""
-    config, profile = plan.config, plan.profile
-    capacity = "" if profile.capacity_bytes is None else f", {profile.capacity_bytes / GIB:.2f} GiB"
-    assumed = " (assumed; data=PATH or channels= and classes= say otherwise)" if plan.task.assumed else ""
-    OUT.print(
-        f"[bold]{escape(profile.title or profile.name)}[/]{capacity}. Recipe {config.recipe}: {config.model.name}, "
-        f"{_count(plan.task.channels, 'channel')}, {plan.task.classes} classes{assumed}, {plan.precision}, "
-        f"{_count(config.trainer.accumulate, 'pass')} per step."
-    )
-    OUT.print(_plan_table(plan))
-    time = " and time per step" if plan.chosen.step_ms is not None else " (no times: `medckpt profile` measures them)"
-    OUT.print(f"Peak GiB{time}. [green]Fits[/]; [yellow]? depends on scratch memory[/]; [red]x does not fit[/].\n")
-    patch = "x".join(map(str, config.sampler.patch_size))
-    OUT.print(
-        f"[bold]The recipe as it is:[/] {config.sampler.patches_per_step} patches of {patch}, "
-        f"activation_ckpt={config.activation_ckpt}"
-    )
-    OUT.print(escape(str(plan.chosen)))
-    holders = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.chosen.explanation.holders[:6])
-    OUT.print(f"held at the peak by: {escape(holders)}")
-    OUT.print(f"Picture: {escape(str(picture))}\n{_advice(plan)}")
-
-
-def profiled(profile: MemoryProfile, path: Path) -> None:
-    """Says what was measured of this machine, and how to use it."""
-    rates = {
-        "memory": (profile.bandwidth_gb_s, "GB/s"),
-        "float32": (profile.fp32_tflops, "TFLOP/s"),
-        "TF32": (profile.tf32_tflops, "TFLOP/s"),
-        "bf16": (profile.bf16_tflops, "TFLOP/s"),
-        "fp16": (profile.fp16_tflops, "TFLOP/s"),
-        "host link": (profile.host_link_gb_s, "GB/s"),
-    }
-    listed = ", ".join(f"{name} {value:.3g} {unit}" for name, (value, unit) in rates.items() if value is not None)
-    OUT.print(
-        f"[bold]{escape(profile.title)}[/]: {listed}; convolutions reach {profile.conv_share:.0%}, linear layers "
-        f"{profile.matmul_share:.0%} of the matrix rate.\n{escape(str(path))}\n"
-        f"Use it: medckpt plan recipe=swin_ct memory={escape(str(path if path.is_absolute() else f'./{path}'))}"
-    )
-
-
-_FITS = {"yes": "fits", "no": "does not fit", "unsure": "may not fit", "unknown": ""}
-_MARKS = {"yes": ("green", " "), "no": ("red", "x"), "unsure": ("yellow", "?"), "unknown": ("default", " ")}
-
-
-def _plan_table(plan: StepPlan) -> Table:
-    batches = sorted({cell.patches_per_step for cell in plan.cells})
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("patch", no_wrap=True)
-    table.add_column("recompute", no_wrap=True)
-    for batch in batches:
-        table.add_column(f"{batch} per step", justify="right", no_wrap=True)
-    rows: dict[tuple[Any, str], list[str]] = {}
-    for cell in plan.cells:
-        colour, mark = _MARKS[cell.fits]
-        time = "" if cell.step_ms is None else f" {milliseconds(cell.step_ms)}"
-        row = rows.setdefault((cell.patch_size, cell.activation_ckpt), [])
-        row.append(f"[{colour}]{cell.peak_bytes / GIB:.1f}{mark}{time}[/]")
-    for (patch, policy), words in rows.items():
-        table.add_row("x".join(map(str, patch)), policy, *words)
-    return table
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"
-
-
-def _advice(plan: StepPlan) -> str:
-    """Says what to type next: the recipe if it fits, else the largest step of the same patch that does."""
-    if plan.chosen.fits in ("yes", "unknown"):
-        return f"Next, on that machine:\n  {escape(plan.command)}"
-    patch = plan.config.sampler.patch_size
-    same = [cell for cell in plan.cells if cell.patch_size == patch and cell.fits == "yes"]
-    if not same:
-        return f"Nothing of this patch surely fits in {escape(plan.profile.name)}: take a smaller sampler.patch_size."
-    best = max(same, key=lambda cell: (cell.patches_per_step, cell.activation_ckpt == "none"))
-    changed = {"sampler.patches_per_step": str(best.patches_per_step), "activation_ckpt": best.activation_ckpt}
-    words = [word for word in shlex.split(plan.command) if word.partition("=")[0] not in changed]
-    command = shlex.join([*words, *(f"{key}={value}" for key, value in changed.items())])
-    return f"The largest step of this patch that surely fits; next, on that machine:\n  {escape(command)}"
 
 
 def predicted(files: Sequence[Path], labels: dict[str, int]) -> None:

@@ -22,7 +22,8 @@ medckpt train resume=RUN [key=value ...]      go on with a run that was interrup
 Data      data=PATH         an nnU-Net or MSD folder (dataset.json), PATIENT/ folders with a DICOM series and a
                             NIfTI label, or images/ + labels/; without it the recipe's own (swin_ct: a phantom)
           data.spacing_mm=[1,1,2]   data.validation=0.2 | 5 | [name,name]
-Memory    activation_ckpt=none|block|all   precision=auto|32|bf16-mixed|16-mixed   memory=auto|cpu|NAME|FILE.yaml
+Memory    budget=8GiB|auto|min      plan the fastest exact step within these bytes (auto: what the device has)
+          activation_ckpt=none|block|all   precision=auto|32|bf16-mixed|16-mixed   memory=auto|cpu|NAME|FILE.yaml
 Size      sampler.patch_size=[96,96,96]    sampler.patches_per_step=4   trainer.accumulate=2
 Length    trainer.max_steps=25000          trainer.max_minutes=10
 Network   model=swin_unetr|unetr           model.feature_size=48
@@ -62,11 +63,15 @@ and which patch sizes and patches per step fit. Every setting of `medckpt train`
 
 memory    a card (a100_40gb, a100_80gb, h100_80gb, h200_141gb, l40s_48gb, a10_24gb, rtx3090_24gb, rtx4090_24gb,
           v100_16gb, v100_32gb, t4_16gb), cpu, auto (this machine), or the file that `medckpt profile` wrote
-data      read for its channels and classes only; without it channels=1 classes=14, or what you say
-sides     cubes in the table: sides=[64,96,128,160,192]; sides=[] leaves the table out
-output    folder for memory_timeline.png and plan.json (default: plans)
+data      read for its channels and classes only; without it those of the recipe's own data (swin_ct: the phantom's),
+          else channels=1 classes=14, or what you say (channels= and classes= must agree with data=)
+budget    8GiB, auto (what the card has), min, or a card's name: instead of the table, the fastest exact plan within it,
+          what other budgets would give (frontier.png), and memory_plan.json; offload=true allows host memory too
+sides     cubes in the table: sides=[64,96,128,160,192]; sides=[] the recipe's own patch alone
+output    folder for the plan's own folder, RECIPE-DEVICE-DIGEST with memory_timeline.png and plan.json (default: plans)
 --json prints plan.json and nothing else on standard output.
-Exit code: 0 it fits or may fit (see "fits" in the JSON), 3 it does not, 2 for what is wrong with the words.
+Exit code: 0 it fits or may fit (see "fits" in the JSON), 3 it does not, 2 for what is wrong with the words or if
+standard output takes nothing more. Of a word that is given twice the last counts, which is said.
 """
 
 PROFILE = """\

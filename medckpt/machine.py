@@ -34,6 +34,11 @@ def cpu_count() -> int:
     return cores
 
 
+def load_of_others() -> float | None:
+    """Returns how many processes ran or waited here in the last minute, by the system's count; None if it has none."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
 def keep_freed_memory() -> bool:
     """Tells glibc's malloc to keep freed memory instead of giving it back; returns whether it could.
 

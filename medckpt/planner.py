@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, Literal
 
-import torch
+from torch import nn
 
 from medckpt.blocks import Triple
 from medckpt.config import RunConfig
@@ -18,49 +21,46 @@ from medckpt.forecasting import Fits, Forecast, fits_in, forecast_of
 from medckpt.memory.batches import extrapolate
 from medckpt.memory.graph import StepGraph
 from medckpt.memory.profile import MemoryProfile
-from medckpt.memory.regions import find_regions
-from medckpt.memory.simulate import simulate
-from medckpt.memory.step import Precision, Step
-from medckpt.memory.trace import trace_step
-from medckpt.models.build import build_model
-from medckpt.training.losses import DiceCrossEntropy
-from medckpt.training.precision import prepare_network, resolve_precision
+from medckpt.memory.simulate import Simulation, simulate
+from medckpt.memory.step import Precision
+from medckpt.recipe_step import Policy, Task, check_size, make_network, precision_on, trace_run
 
 PATCHES_PER_STEP = (1, 2, 4, 8)
 SIDES = (64, 96, 128, 160, 192)
 """Sides of the cubes that a plan's table looks at, beside the recipe's own patch."""
-POLICIES: tuple[Literal["none", "all"], ...] = ("none", "all")
-
-_PASSES = 2
-"""Passes per step that are traced: the third takes no more memory than the second."""
+POLICIES: tuple[Policy, ...] = ("none", "all")
+_FAR = 1000
+"""Voxels within which a legal cube is looked for."""
 _TRACED = (2, 3)
 """Batch sizes that are traced; larger ones follow from these two."""
-_TRACES_PER_PATCH = len(POLICIES) * (1 + len(_TRACED))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What the data decide of a network."""
-
-    channels: int
-    classes: int
-    """Background included."""
-    assumed: bool = False
-    """Whether nobody said so: there are no data to look at."""
+_Job = tuple[Triple, Policy]
+"""A row of the table."""
+_TRACES_PER_ROW = 1 + len(_TRACED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One row of a plan's table: a patch size and a number of patches per step, with or without recompute."""
+    """One cell of a plan's table: a patch size and a number of patches per step, with or without recompute."""
 
     patch_size: Triple
     patches_per_step: int
-    activation_ckpt: Literal["none", "block", "all"]
+    activation_ckpt: Policy
     peak_bytes: int
     peak_interval: tuple[int, int]
     reserved_bytes: tuple[int, int]
+    """Never below that of a smaller step, see `consistent`; `fits` follows from it."""
     fits: Fits
     step_ms: float | None
+    scratch: Literal["measured", "estimated"]
+    """Where the scratch memory of convolutions comes from."""
+
+    def within(self, other: Cell) -> bool:
+        """Whether the other's step is this one or a larger one: no side of its patch is smaller, no fewer patches."""
+        return (
+            self.activation_ckpt == other.activation_ckpt
+            and self.patches_per_step <= other.patches_per_step
+            and all(mine <= its for mine, its in zip(self.patch_size, other.patch_size, strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,18 @@ class StepPlan:
     cells: tuple[Cell, ...]
     command: str
     """What trains this step: the recipe as it was asked for, with every setting."""
+    words: tuple[str, ...] = ()
+    """What was asked, word by word."""
+    folder: str | None = None
+    """Where picture and plan.json are."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the facts, fit for JSON."""
         return {
             "recipe": self.config.recipe,
             "command": self.command,
+            "words": list(self.words),
+            "folder": self.folder,
             "patch_size": list(self.config.sampler.patch_size),
             "patches_per_step": self.config.sampler.patches_per_step,
             "activation_ckpt": self.config.activation_ckpt,
@@ -109,59 +115,174 @@ def plan(
         config: the recipe as it would be trained.
         profile: the device, complete (see `load_profile`).
         task: channels and classes.
-        sides: of the cubes that the table looks at; those that the network does not take are left out.
-        workers: processes that trace the table; above 1 the caller's main module is imported by each of them.
+        sides: of cubes in the table beside the recipe's own patch; those that the network does not take are left out.
+        workers: processes that trace, this one included; above 1 the caller's main module is imported by each other.
         command: what trains this step, for the advice.
         advance: called after each traced step, of which there are `traces_of(config, sides)`.
 
     Raises:
-        ConfigError: the device does not train in the precision that is asked for.
+        ConfigError: the device does not train in the precision that is asked for; a step of more than `MOST_NUMBERS`.
     """
-    patches = patch_sizes(config, sides)
+    check_size(config, task, sides)
+    own, policy = config.sampler.patch_size, config.activation_ckpt
+    jobs = [(patch, level) for patch in patch_sizes(config, sides) for level in POLICIES]
+    # This process begins with the recipe's own patch and goes on from the end: torch remembers what its fake operators
+    # gave, so that the second row of a patch takes two thirds of the time in the process that made the first.
+    others = sorted((job for job in jobs if job != (own, policy)), key=lambda job: job[0] == own)
     # Fresh interpreters: a forked one would share torch's threads, which do not survive a fork.
-    pool = ProcessPoolExecutor(min(workers, len(patches)), get_context("spawn")) if workers > 1 and patches else None
+    pool = ProcessPoolExecutor(min(workers - 1, len(others)), get_context("spawn")) if workers > 1 else None
+    rows: dict[_Job, list[Cell]] = {}
     try:
-        jobs = [pool.submit(_rows, config, profile, task, patch) for patch in patches] if pool else []
-        chosen = forecast_run(config, profile, task)
-        advance()
-        cells: list[Cell] = []
-        for index, patch in enumerate(patches):
-            cells += jobs[index].result() if jobs else _rows(config, profile, task, patch)
-            for _ in range(_TRACES_PER_PATCH):
-                advance()
+        row = functools.partial(_row, config, profile, task)
+        rest = _Rows(others, lambda job: row(*job), (lambda job: pool.submit(row, *job)) if pool else None, workers - 1)
+        if policy in POLICIES:
+            graphs = _graphs(config, profile, task, own, policy, {*PATCHES_PER_STEP, config.sampler.patches_per_step})
+            rows[own, policy] = [_cell(graphs[batch], profile, own, batch, policy) for batch in PATCHES_PER_STEP]
+            chosen = forecast_of(graphs[config.sampler.patches_per_step], profile)
+        else:
+            chosen = forecast_run(config, profile, task)
+        _repeat(advance, _TRACES_PER_ROW if policy in POLICIES else 1)
+        for job, made in rest:
+            rows[job] = made
+            _repeat(advance, _TRACES_PER_ROW)
     finally:
         if pool:
             pool.shutdown(wait=False, cancel_futures=True)
+    known = _cell_of(chosen.simulation, profile, own, config.sampler.patches_per_step, policy)
+    cells = consistent([cell for job in jobs for cell in rows[job]], profile, known)
     return StepPlan(
         config=config,
         profile=profile,
         task=task,
         precision=precision_on(config, profile),
-        chosen=chosen,
-        cells=tuple(cells),
+        chosen=_as_in_table(chosen, cells, known),
+        cells=cells,
         command=command or f"medckpt train recipe={config.recipe}",
     )
 
 
-def _rows(config: RunConfig, profile: MemoryProfile, task: Task, patch_size: Triple) -> list[Cell]:
-    """Returns the table's rows of one patch size."""
-    network = _network(config, profile, task, patch_size)
-    cells = []
-    for policy in POLICIES:
-        graphs = {
-            batch: trace_run(config, profile, task, patch_size, batch, policy, network) for batch in (1, *_TRACED)
-        }
-        for batch in PATCHES_PER_STEP:
-            graph = graphs.get(batch) or extrapolate((graphs[2], graphs[3]), _TRACED, batch)
-            # A network that does other things at other batch sizes has to be traced at each.
-            graph = graph or trace_run(config, profile, task, patch_size, batch, policy, network)
-            cells.append(_cell(graph, profile, patch_size, batch, policy))
-    return cells
+class _Rows:
+    """The rows of a table, made here and by other processes.
+
+    Each other process has one job at a time: what a pool keeps waiting in its queue could not be taken back, and would
+    be made there while this process has nothing left.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[_Job],
+        make: Callable[[_Job], list[Cell]],
+        submit: Callable[[_Job], Future[list[Cell]]] | None,
+        others: int,
+    ) -> None:
+        """`submit` hands a job to one of the `others` processes, which begin at once."""
+        self._waiting = deque(jobs)
+        self._make, self._submit = make, submit
+        self._begun: list[tuple[_Job, Future[list[Cell]]]] = []
+        self._lock = threading.Lock()
+        for _ in range(others if submit else 0):
+            self._hand_over()
+
+    def __iter__(self) -> Iterator[tuple[_Job, list[Cell]]]:
+        """Yields each row: made here, from the end on, what no other process has begun; then what others made."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    break
+                job = self._waiting.pop()
+            yield job, self._make(job)
+        for job, future in self._begun:
+            yield job, future.result()
+
+    def _hand_over(self, _: object = None) -> None:
+        with self._lock:
+            if not self._waiting or self._submit is None:
+                return
+            job = self._waiting.popleft()
+            future = self._submit(job)
+            self._begun.append((job, future))
+        future.add_done_callback(self._hand_over)
+
+
+def consistent(cells: Sequence[Cell], profile: MemoryProfile, known: Cell | None = None) -> tuple[Cell, ...]:
+    """Returns a table whose cells do not contradict each other: a larger step never takes less.
+
+    The replay of the allocator does not keep to that by itself, as little can decide whether a block is used again. So
+    what is reserved is the largest of all steps that a cell's own includes (those not larger in any way), and `fits`
+    follows from it. Where `known`, the recipe's own step, has been measured, it stands in place of its cell; smaller
+    steps whose scratch memory is estimated are then held at or below it, larger ones at or above.
+    """
+    table = list(cells)
+    if known is not None and known.scratch == "measured":
+        table = [_beside(cell, known) for cell in table]
+    found = []
+    for cell in table:
+        inside = [other.reserved_bytes for other in table if other.within(cell)]
+        reserved = (max(low for low, _ in inside), max(high for _, high in inside))
+        found.append(dataclasses.replace(cell, reserved_bytes=reserved, fits=fits_in(profile, reserved)))
+    return tuple(found)
+
+
+def _beside(cell: Cell, known: Cell) -> Cell:
+    """Returns `cell` as it can be beside a measured one."""
+    if cell.within(known) and known.within(cell):
+        return dataclasses.replace(known, step_ms=cell.step_ms)
+    if cell.scratch == "measured" or not (cell.within(known) or known.within(cell)):
+        return cell
+    bound = min if cell.within(known) else max
+    (low, high), (least, most) = cell.peak_interval, cell.reserved_bytes
+    return dataclasses.replace(
+        cell,
+        peak_bytes=bound(cell.peak_bytes, known.peak_bytes),
+        peak_interval=(bound(low, known.peak_interval[0]), bound(high, known.peak_interval[1])),
+        reserved_bytes=(bound(least, known.reserved_bytes[0]), bound(most, known.reserved_bytes[1])),
+    )
+
+
+def _as_in_table(chosen: Forecast, cells: Sequence[Cell], known: Cell) -> Forecast:
+    """Returns the recipe's forecast with what its cell says of the reserved memory, if the table has such a cell."""
+    for cell in cells:
+        if cell.within(known) and known.within(cell) and cell.reserved_bytes != known.reserved_bytes:
+            simulation = dataclasses.replace(chosen.simulation, reserved_bytes=cell.reserved_bytes)
+            explanation = dataclasses.replace(chosen.explanation, simulation=simulation)
+            return dataclasses.replace(chosen, simulation=simulation, explanation=explanation)
+    return chosen
+
+
+def _repeat(advance: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        advance()
+
+
+def _row(config: RunConfig, profile: MemoryProfile, task: Task, patch_size: Triple, policy: Policy) -> list[Cell]:
+    """Returns one row of the table."""
+    graphs = _graphs(config, profile, task, patch_size, policy, PATCHES_PER_STEP)
+    return [_cell(graph, profile, patch_size, batch, policy) for batch, graph in graphs.items()]
+
+
+def _graphs(
+    config: RunConfig,
+    profile: MemoryProfile,
+    task: Task,
+    patch_size: Triple,
+    policy: Policy,
+    batches: Collection[int],
+) -> dict[int, StepGraph]:
+    """Returns the step of each of `batches`: a batch of one and `_TRACED` from traces, the others from those."""
+    network = make_network(config, profile, task, patch_size)
+    traced = {batch: trace_run(config, profile, task, patch_size, batch, policy, network) for batch in (1, *_TRACED)}
+    found = {}
+    for batch in batches:
+        graph = traced.get(batch) or extrapolate((traced[2], traced[3]), _TRACED, batch)
+        # A network that does other things at other batch sizes has to be traced at each.
+        found[batch] = graph or trace_run(config, profile, task, patch_size, batch, policy, network)
+    return found
 
 
 def traces_of(config: RunConfig, sides: Sequence[int] = SIDES) -> int:
     """Returns how many steps a plan traces."""
-    return 1 + len(patch_sizes(config, sides)) * _TRACES_PER_PATCH
+    own = 0 if config.activation_ckpt in POLICIES else 1
+    return own + len(patch_sizes(config, sides)) * len(POLICIES) * _TRACES_PER_ROW
 
 
 def patch_sizes(config: RunConfig, sides: Sequence[int] = SIDES) -> list[Triple]:
@@ -171,80 +292,47 @@ def patch_sizes(config: RunConfig, sides: Sequence[int] = SIDES) -> list[Triple]
     return sorted(found, key=lambda patch: (patch[0] * patch[1] * patch[2], patch))
 
 
-def forecast_run(
-    config: RunConfig, profile: MemoryProfile, task: Task, network: torch.nn.Module | None = None
-) -> Forecast:
+def check_sides(config: RunConfig, sides: Sequence[int]) -> None:
+    """Refuses cubes that were asked for and that the network does not take.
+
+    Raises:
+        ConfigError: it names each of them, with the nearest that the network takes.
+    """
+
+    def legal(side: int) -> bool:
+        return not config.model.patch_problems((side, side, side))
+
+    problems = []
+    for side in sides:
+        if legal(side):
+            continue
+        below = next((str(near) for near in range(side, 0, -1) if legal(near)), None)
+        above = next((str(near) for near in range(side, side + _FAR) if legal(near)), None)
+        listed = " or ".join(filter(None, (below, above)))
+        problems.append(f"sides: {config.model.name} takes no cube of {side}; the nearest is {listed}.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def forecast_run(config: RunConfig, profile: MemoryProfile, task: Task, network: nn.Module | None = None) -> Forecast:
     """Returns the forecast of a training step exactly as a run trains it.
 
     `network`, if it is built already, has recompute applied as `activation_ckpt` says; it is left untouched.
     """
     sampler, policy = config.sampler, config.activation_ckpt
     if network is None:
-        network = _network(config, profile, task, sampler.patch_size)
+        network = make_network(config, profile, task, sampler.patch_size)
     else:
         policy = "none"  # it has been applied
     graph = trace_run(config, profile, task, sampler.patch_size, sampler.patches_per_step, policy, network)
     return forecast_of(graph, profile)
 
 
-def trace_run(
-    config: RunConfig,
-    profile: MemoryProfile,
-    task: Task,
-    patch_size: Triple,
-    patches: int,
-    policy: Literal["none", "block", "all"],
-    network: torch.nn.Module,
-) -> StepGraph:
-    """Returns the record of one optimizer step of `config` with `patches` of `patch_size`."""
-    precision = precision_on(config, profile)
-    step = Step(
-        precision=precision,
-        clip_norm=config.optimizer.clip_norm,
-        accumulate=min(config.trainer.accumulate, _PASSES),
-        averages=config.trainer.ema_decay is not None,
-        weight_cache=False,  # as Lightning trains
-        rules="cpu" if profile.device == "cpu" else "cuda",
-    )
-    criterion = DiceCrossEntropy(config.loss)
-    image = torch.empty((patches, task.channels, *patch_size), device="meta")
-    label = torch.empty((patches, 1, *patch_size), dtype=torch.uint8)  # never written to: takes no memory
-    graph = trace_step(
-        network, image, step, lambda logits: criterion(logits, label), recompute=find_regions(network, policy)
-    )
-    # Clipping and optimizer, which run once, are a small share of a step of several passes.
-    graph.repeats = config.trainer.accumulate / step.accumulate
-    return graph
+def _cell(graph: StepGraph, profile: MemoryProfile, patch_size: Triple, patches: int, policy: Policy) -> Cell:
+    return _cell_of(simulate(graph, profile), profile, patch_size, patches, policy)
 
 
-def precision_on(config: RunConfig, profile: MemoryProfile) -> Precision:
-    """Returns the precision that a run would train in on the device."""
-    if profile.device == "cpu":
-        resolved = resolve_precision(config.precision, "cpu")
-        return "bf16-mixed" if resolved == "bf16-mixed" else "32"
-    if config.precision == "auto":
-        return "bf16-mixed" if profile.bf16_tflops else "32"
-    if config.precision == "bf16-mixed" and profile.bf16_tflops is None and profile.fp32_tflops is not None:
-        raise ConfigError(
-            f"precision=bf16-mixed: {profile.title or profile.name} has no bfloat16 arithmetic. Use 16-mixed or 32."
-        )
-    return config.precision
-
-
-def _network(config: RunConfig, profile: MemoryProfile, task: Task, patch_size: Triple) -> torch.nn.Module:
-    network = build_model(config.model, in_channels=task.channels, out_channels=task.classes, patch=patch_size)
-    prepare_network(network, config.precision, "cpu" if profile.device == "cpu" else "cuda")
-    return network
-
-
-def _cell(
-    graph: StepGraph,
-    profile: MemoryProfile,
-    patch_size: Triple,
-    patches: int,
-    policy: Literal["none", "all"],
-) -> Cell:
-    found = simulate(graph, profile)
+def _cell_of(found: Simulation, profile: MemoryProfile, patch_size: Triple, patches: int, policy: Policy) -> Cell:
     return Cell(
         patch_size=patch_size,
         patches_per_step=patches,
@@ -254,4 +342,5 @@ def _cell(
         reserved_bytes=found.reserved_bytes,
         fits=fits_in(profile, found.reserved_bytes),
         step_ms=found.step_ms,
+        scratch="estimated" if "convolution" in found.unmodelled else "measured",
     )

@@ -67,7 +67,7 @@ def read_profile(path: Path) -> MemoryProfile:
     import yaml
 
     try:
-        plain: Any = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+        plain: Any = typed.read_yaml(path.expanduser().read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
@@ -82,6 +82,12 @@ def read_profile(path: Path) -> MemoryProfile:
         return typed.read(MemoryProfile, plain)
     except ConfigError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
+
+
+def unverified(profile: MemoryProfile) -> tuple[str, ...]:
+    """Returns the figures of a profile that its own sources call not verified, in the order of its fields."""
+    names = [item.name for item in dataclasses.fields(profile)]
+    return tuple(name for name in names if "not verified" in profile.sources.get(name, ""))
 
 
 def save_profile(profile: MemoryProfile, path: Path) -> None:
@@ -221,7 +227,13 @@ def _of_gpu(name: str, capacity_bytes: int) -> MemoryProfile:
         card = read_profile(search_path.configs_folder() / "memory" / f"{choice}.yaml")
         spelled = name.casefold() in [spelling.casefold() for spelling in card.device_names]
         if spelled and card.capacity_bytes and abs(capacity_bytes / card.capacity_bytes - 1) <= _SAME_CAPACITY:
-            return dataclasses.replace(card, capacity_bytes=capacity_bytes, sources={**card.sources, **source})
+            other = "pcie" in name.casefold() and "pcie" not in card.device_names[0].casefold()
+            return dataclasses.replace(
+                card,
+                title=f"{name} (with the figures of {card.title})" if other else card.title,
+                capacity_bytes=capacity_bytes,
+                sources={**card.sources, **source},
+            )
     return MemoryProfile(
         name="cuda",
         device="cuda",

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
-import shlex
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from medckpt import console, machine, planner, run_folder, typed
-from medckpt.config import RunConfig, compose_here, resolve_device
+from medckpt import console, machine, plan_screen, run_folder, step_memory, typed
+from medckpt.config import RunConfig, resolve_device
 from medckpt.datasets import phantom
 from medckpt.datasets.layouts import Case, Dataset, open_dataset
 from medckpt.datasets.prepare import PreparedCase, median_spacing, prepare, read_case_label
@@ -29,13 +26,12 @@ from medckpt.memory.apply import apply_recompute
 from medckpt.memory.profile import MemoryProfile
 from medckpt.memory.regions import find_regions
 from medckpt.models.build import build_model
-from medckpt.profiles import load_profile, profile_machine
+from medckpt.profiles import profile_machine
+from medckpt.recipe_step import Task
 from medckpt.report.curves import draw_curves
 from medckpt.report.html import write_report
 from medckpt.report.overlay import draw_overlay
 from medckpt.training import state
-from medckpt.training.first_step import CPU_MEASURE, CUDA_MEASURE
-from medckpt.training.fit import fit
 from medckpt.training.metrics import CaseScore, score_case, summarize
 from medckpt.training.precision import Device, prepare_network
 
@@ -66,6 +62,8 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
     Raises:
         MedckptError: anything that is wrong with configuration or data, before a run folder is made.
     """
+    from medckpt.training.fit import fit  # Lightning: seconds that a plan has no use for
+
     device = resolve_device(typed.to_plain(config))
     facts = machine.prepare_machine(device)
     dataset = open_data(config)
@@ -81,9 +79,12 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
     prepared_training = _prepare(training, dataset, config, "training cases")
     prepared_validation = _prepare(validation, dataset, config, "validation cases")
     network = make_network(config, dataset, device)
+    task = Task(channels=len(dataset.channel_names), classes=len(dataset.labels))
+    planned = step_memory.plan_step(config, task, network)
     folder = resume or run_folder.make(config, dataset, training, validation, facts)
     console.start(folder, config, device, network)
-    note_peak = _foresee_step(config, dataset, network, folder, device)
+    step_memory.note_plan(planned, folder)
+    note_peak = step_memory.foresee(config, task, network, folder, device, planned.forecast if planned else None)
     with console.training(config) as report:
         fitted = fit(
             network,
@@ -95,6 +96,7 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
             folder=folder,
             report=report,
             on_peak=note_peak,
+            plan=planned.plan if planned else None,
         )
     if fitted.interrupted:
         console.interrupted(folder, fitted.progress)
@@ -110,34 +112,6 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
     )
     scores = evaluate_cases(predictor, dataset, validation, folder, keep=config.trainer.save_predictions)
     return _write_results(folder, config, scores, fitted.progress, command)
-
-
-def _foresee_step(
-    config: RunConfig, dataset: Dataset, network: torch.nn.Module, folder: Path, device: Device
-) -> Callable[[int], None] | None:
-    """Prints and notes the forecast of a step; returns what prints and notes the measured peak beside it."""
-    if machine.rank() > 0:
-        return None
-    task = planner.Task(channels=len(dataset.channel_names), classes=len(dataset.labels))
-    profile = load_profile(config.memory)
-    predicted: int | None = None
-    try:
-        forecast = planner.forecast_run(config, profile, task, network)
-    except Exception as error:  # the trace leans on torch's inner parts, and a training must not fall with it
-        log.warning("No forecast of this step's memory: %s", error)
-    else:
-        console.foreseen(forecast)
-        forecast.plot(folder / "memory_timeline.png")
-        predicted = forecast.allocated_bytes
-        run_folder.note_memory(folder, {"predicted_peak_bytes": predicted, "forecast": forecast.to_dict()})
-
-    def note_peak(found: int) -> None:
-        if predicted is not None:
-            console.measured(predicted, found)
-        measure = CUDA_MEASURE if device == "cuda" else CPU_MEASURE
-        run_folder.note_memory(folder, {"measured_peak_bytes": found, "measure": measure})
-
-    return note_peak
 
 
 def _write_results(
@@ -161,53 +135,14 @@ def _write_results(
     return Trained(folder=folder, metrics=metrics)
 
 
-def plan(
-    recipe: str,
-    overrides: Sequence[str] = (),
-    *,
-    channels: int | None = None,
-    classes: int | None = None,
-    sides: Sequence[int] | None = None,
-    output: Path = Path("plans"),
-    workers: int = 1,
-) -> planner.StepPlan:
-    """Forecasts a recipe's training step on a device that need not be here, prints it, and leaves picture and JSON.
-
-    Args:
-        recipe: name or path.
-        overrides: `key=value` words; `memory=` names the device, `data=` is read for channels and classes only.
-        channels: of a scan; None takes the data's, or 1.
-        classes: background included; None takes the data's, or 14.
-        sides: of the cubes in the table; None takes the usual ones.
-        workers: processes that trace the table; above 1 a script needs the `if __name__ == "__main__"` guard.
-        output: folder of the plan's own folder, which is named by recipe and device and replaced.
-
-    Raises:
-        ConfigError: as `compose`; a device or precision that is not known; a network that cannot be traced.
-    """
-    composed = compose_here(recipe, overrides, elsewhere=True)
-    config = composed.config
-    profile = load_profile(config.memory)
-    console.scaled(recipe, composed.scaled)
-    task = _task(config, channels, classes)
-    sides = planner.SIDES if sides is None else sides
-    # The profile is of a device that the training will find by itself.
-    kept = [word for word in overrides if not word.startswith("memory=")]
-    command = shlex.join(["medckpt", "train", f"recipe={recipe}", *kept])
-    with console.bar("trace", planner.traces_of(config, sides)) as advance:
-        found = planner.plan(config, profile, task, sides=sides, workers=workers, command=command, advance=advance)
-    folder = output / re.sub(r"[^\w.-]+|^\.+", "_", f"{config.recipe}-{profile.name}")
-    found.chosen.plot(folder / "memory_timeline.png")
-    write_json(folder / "plan.json", found.to_dict())
-    console.planned(found, folder / "memory_timeline.png")
-    return found
-
-
 def profile(output: Path | None = None) -> MemoryProfile:
     """Measures this machine and writes a memory profile of it; see `medckpt.profiles.profile_machine`."""
+    load, cores = machine.load_of_others(), machine.cpu_count()
+    if load is not None and load > cores / 2:
+        log.warning("This machine is busy (load %.1f on %d cores): the profile tells what is left of it.", load, cores)
     with console.bar("measure", None) as advance:
         measured, path = profile_machine(output, lambda what, done, total: advance())
-    console.profiled(measured, path)
+    plan_screen.profiled(measured, path)
     return measured
 
 
@@ -295,17 +230,6 @@ def open_data(config: RunConfig) -> Dataset:
         return open_dataset(Path(config.data.path))
     with console.bar("make the phantom CT", None) as advance:
         return open_dataset(phantom.make_phantom(phantom.phantom_folder(), progress=lambda done, total: advance()))
-
-
-def _task(config: RunConfig, channels: int | None, classes: int | None) -> planner.Task:
-    """Returns what is asked for, else what the data say, else one channel and 14 classes (as in BTCV)."""
-    if config.data.path == "none":
-        assumed = channels is None or classes is None
-        return planner.Task(channels=channels or 1, classes=classes or 14, assumed=assumed)
-    if config.data.path == "phantom":
-        return planner.Task(channels=channels or 1, classes=classes or len(phantom.PHANTOM_LABELS))
-    dataset = open_data(config)
-    return planner.Task(channels=channels or len(dataset.channel_names), classes=classes or len(dataset.labels))
 
 
 def make_network(config: RunConfig, dataset: Dataset, device: Device) -> torch.nn.Module:

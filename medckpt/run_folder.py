@@ -100,7 +100,8 @@ def require_same_data(run: Path, dataset: Dataset) -> None:
     if dataset.labels != facts.labels or len(dataset.channel_names) != len(facts.channel_names):
         raise DataError(
             f"{dataset.root}: labels {dict(dataset.labels)} and {len(dataset.channel_names)} channel(s) are not the "
-            f"run's {facts.labels} and {len(facts.channel_names)}. Give the data set a dataset.json with the run's."
+            f"run's {facts.labels} and {len(facts.channel_names)}. A value must mean the same "
+            "class in both: change the label maps, or score data that were labelled in the run's way."
         )
 
 

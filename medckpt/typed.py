@@ -32,6 +32,32 @@ def read(kind: type[T], data: Mapping[str, Any], where: str = "") -> T:
     return value
 
 
+def read_yaml(text: str, where: str) -> Any:
+    """Returns what YAML text holds, as `yaml.safe_load` does, which would keep the last of two equal keys in silence.
+
+    Raises:
+        ConfigError: a key is there twice in one mapping; `where` (the file) stands in front.
+        yaml.YAMLError: it is not YAML.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            lines: dict[Any, int] = {}
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    continue
+                line = key.start_mark.line + 1
+                if key.value != "<<" and lines.setdefault(key.value, line) != line:
+                    raise ConfigError(
+                        f"{where}, line {line}: the key '{key.value}' is there already, in line {lines[key.value]}. "
+                        "Keep one of the two."
+                    )
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)
+
+
 def to_plain(value: Any) -> Any:
     """Returns a dataclass (or a tuple or dict of them) as lists, dicts and scalars, fit for YAML or JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

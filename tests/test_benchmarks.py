@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -87,3 +88,37 @@ def test_gpu_cases_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
     module = load("gpu_cases", monkeypatch)
     names = [case.name for case in module.cases()]
     assert len(names) == len(set(names)) >= 50
+
+
+def test_policies_compare_ours_with_the_best_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = load("policies", monkeypatch)
+    gib = 2**30
+
+    def row(label: str, peak: float, *seconds: float) -> dict[str, Any]:
+        return {"label": label, "peak_bytes": int(peak * gib), "seconds": list(seconds)}
+
+    result = {
+        "net": "tiny",
+        "facts": {"input": [2, 1, 8, 8, 8], "precision": "32", "threads": 2, "torch": "2", "date": "2026-11-30"},
+        "rows": [
+            row("plain", 4, 1.0, 2.0, 1.0),
+            row("all", 2, 1.5, 3.0, 1.4),
+            row("sqrt", 3, 1.2, 2.4, 1.3),
+            row("ours 0%", 1, 1.3, 2.6, 1.1),
+            row("ours 50%", 2.4, 1.1, 2.2, 1.2),
+        ],
+        "notes": {"ours 100%": "the same plan as ours 50%"},
+        "budgets": [
+            {"budget_bytes": gib, "label": "ours 0%"},
+            {"budget_bytes": int(2.5 * gib), "label": "ours 50%"},
+            {"budget_bytes": 4 * gib, "label": "ours 50%"},
+        ],
+    }
+    text = policies.table(result)
+    assert "| 1.000 | 1.000 | +30% | none |  |" in text
+    assert "| 2.500 | 2.400 | +10% | all | +50% |" in text, "medians of paired ratios: 1.5, 1.5, 1.4"
+    assert "| 4.000 | 2.400 | +10% | plain | +0% |" in text
+    assert "* ours 100%: the same plan as ours 50%" in text
+    assert text.index("ours 0%") < text.index("| all |") < text.index("| plain |"), "rising peaks"
+    policies.picture([result], tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from medckpt.cli import main
+from medckpt.words import once
 from tests.conftest import TINY_UNETR, make_pairs
 
 QUICK = [*TINY_UNETR, "memory=cpu", "trainer.max_steps=2", "trainer.log_every=1", "trainer.tensorboard=false"]
@@ -154,6 +155,60 @@ def test_hydra_flags_and_sweeps(pairs: Path, tmp_path: Path, capsys: pytest.Capt
     assert train(f"data={pairs}", f"output={tmp_path}", "seed=0,1", "-m") == 0
     assert len(list(tmp_path.glob("swin_mr-*"))) == 2
     assert not list(Path.cwd().glob("multirun*"))
+
+
+@pytest.mark.parametrize("words", [["recipes", "--json"], ["plan", "--help"], ["--version"]])
+def test_an_output_that_takes_nothing_is_said_in_one_line(words: list[str]) -> None:
+    for target in ("/dev/full", None):
+        read, write = os.pipe()
+        os.close(read)
+        with open(target or os.devnull, "wb") as full:
+            command = [sys.executable, "-m", "medckpt", *words]
+            stdout = full if target else write
+            result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(write)
+        assert result.returncode == 2
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("error standard output cannot be written (")
+
+
+def test_so_is_one_that_takes_no_more_of_a_screen() -> None:
+    code = (
+        "import sys; from medckpt import cli, console; "
+        "cli._recipes = lambda words: [console.OUT.print('x' * 100_000) for _ in range(9)] and 0; "
+        "sys.exit(cli.main(['recipes']))"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1), result.stderr
+    assert "error standard output cannot be written (Broken pipe)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "kept", "repeated"),
+    [
+        (["a=1", "b=2", "a=3"], ["b=2", "a=3"], ["a= is given more than once; the last counts: a=3"]),
+        (["a=1", "a=1", "a=1"], ["a=1"], ["a= is given more than once; the last counts: a=1"]),
+        (["data=ct", "data=/x"], ["data=ct", "data=/x"], []),
+        (["data=/y", "data.path=/x"], ["data.path=/x"], ["data.path= is given more than once; the last counts"]),
+        (["--cfg", "job", "--cfg", "job", "+a=1", "a=1"], ["--cfg", "job", "--cfg", "job", "+a=1", "a=1"], []),
+    ],
+)
+def test_of_a_word_that_is_given_twice_the_last_counts(words: list[str], kept: list[str], repeated: list[str]) -> None:
+    found, lines = once(words)
+    assert found == kept
+    assert len(lines) == len(repeated)
+    assert all(line.startswith(start) for line, start in zip(lines, repeated, strict=True))
+
+
+def test_a_repeated_word_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "recipe=swin_cx", "recipe=swin_cy"]) == 2
+    said = capsys.readouterr().err
+    assert "note recipe= is given more than once; the last counts: recipe=swin_cy\n" in said
+    assert "error recipe=swin_cy: there is no such recipe" in said
 
 
 def test_recipes_are_listed_shown_and_copied_but_never_over_a_file(

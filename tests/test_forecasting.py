@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import medckpt
-from medckpt.errors import ConfigError, MedckptError
-from medckpt.forecasting import Forecast, fits_in, forecast, size
+from medckpt.errors import ConfigError, MedckptError, size
+from medckpt.forecasting import Forecast, fits_in, forecast
 from medckpt.memory.explain import KINDS
 from medckpt.memory.profile import MemoryProfile
 from medckpt.memory.regions import find_regions
@@ -62,8 +63,8 @@ def test_what_it_says_of_a_small_network() -> None:
     found = of()
     consistent(found)
     assert tuple(found.parts) == (
-        "parameters", "gradients", "optimizer", "averages", "inputs", "weight_casts", "saved", "transient", "workspace",
-        "context",
+        "parameters", "gradients", "buckets", "optimizer", "averages", "inputs", "weight_casts", "saved", "transient",
+        "workspace", "context",
     )  # fmt: skip
     assert found.parts["context"] == 450 * MIB
     assert found.allocated_bytes == found.peak_bytes - 450 * MIB
@@ -166,6 +167,16 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
         ({"memory": "cpu", "precision": "16-mixed"}, r"precision=16-mixed: .*GPU"),
         ({"policy": "blocks"}, r"'blocks' is not a level\. Did you mean 'block'"),
         ({"policy": ["nope"]}, r"no module 'nope'"),
+        ({"policy": 3}, r"policy: must be a level .*not 3 \(int\)"),
+        ({"policy": ["1", 3]}, r"policy: must be a level .*not \['1', 3\] \(list\)"),
+        ({"model": "swin", "policy": "all"}, r"model: must be an nn.Module, not str"),
+        (
+            {"model": nn.Sequential(nn.LazyConv3d(4, 3)), "policy": "all"},
+            r"model: '0' \(LazyConv3d\) has no shapes yet",
+        ),
+        ({"accumulate": 2.0}, r"accumulate: must be a whole number"),
+        ({"clip_norm": "x"}, r"clip_norm: must be a number"),
+        ({"optimizer": torch.optim.AdamW}, r"optimizer: must be a name or None"),
         ({"accumulate": 0}, r"accumulate: must be at least 1"),
         ({"loss": lambda logits: logits}, r"loss: must return one number to minimise, not a tensor of shape"),
         ({"loss": lambda logits: 3}, r"loss: must return one number to minimise, not int"),
@@ -221,6 +232,13 @@ def test_in_pictures(tmp_path: Path) -> None:
     figure = found.plot(tmp_path / "step.png")
     assert figure is not None
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    for name, magic in {"step.pdf": b"%PDF", "step.SVG": b"<?xml"}.items():
+        found.plot(tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(magic)
+    for name in ("step", "step.jpeg", "step.pdf.tmp"):
+        with pytest.raises(ConfigError, match=rf"{name}: .*suffix.*Known: \.png, \.pdf, \.svg"):
+            found.plot(tmp_path / name)
+        assert not (tmp_path / name).exists()
     page = found._repr_html_()
     assert "data:image/png;base64," in page
     assert page.startswith("<pre>peak ")
@@ -315,3 +333,63 @@ def test_losses_that_hold_real_tensors() -> None:
     ):
         for precision in ("32", "bf16-mixed"):
             consistent(of(loss=loss, precision=precision))
+
+
+def test_of_many_passes_the_forecast_says_what_it_shows() -> None:
+    one, two, eight = (of(accumulate=passes) for passes in (1, 2, 8))
+    assert (one.notes, two.notes) == ((), ())
+    assert eight.notes[0].startswith("timeline and picture show 2 of the 8 forward and backward passes of a step")
+    assert f"note: {eight.notes[0]}" in str(eight).splitlines()
+    assert eight.to_dict()["notes"] == list(eight.notes)
+    assert eight.peak_bytes == two.peak_bytes
+    assert eight.step_ms == pytest.approx(4 * two.step_ms)
+    starts = [a.phase != "forward" == b.phase for a, b in itertools.pairwise(eight.timeline)]
+    assert sum(starts) == 1, "a second forward pass, and no third"
+
+
+def test_models_on_the_meta_device_and_empty_batches_are_forecast() -> None:
+    with torch.device("meta"):
+        network = small()
+    assert of(model=network).peak_bytes == of().peak_bytes
+    found = forecast(small(), torch.empty(0, 1, 16, 16, 16), memory=CARD)
+    assert found.parts["inputs"] == found.parts["saved"] == 0
+
+
+@pytest.mark.parametrize("memory", ["cpu", CARD])
+def test_absurd_sizes_are_answered_without_being_allocated(memory: Any) -> None:
+    found = forecast(small(), torch.empty(10**9, 1, 96, 96, 96, device="meta"), memory=memory)
+    assert found.fits == "no"
+    assert found.peak_bytes > 10**15
+    if memory == "cpu":
+        assert "too large to be run on this machine" in found.unmodelled["convolution.default"]
+
+
+def dense_net() -> nn.Module:
+    nets = pytest.importorskip("monai.networks.nets")
+    torch.manual_seed(0)
+    return nets.DenseNet121(3, 1, 2, init_features=4, growth_rate=2, block_config=(2, 2), bn_size=2)
+
+
+def test_the_head_of_a_densenet_is_no_region_as_it_changes_its_input() -> None:
+    plain, recomputed = dense_net(), dense_net()
+    regions = find_regions(recomputed, "all")
+    assert "features.denseblock1.denselayer1" in regions
+    assert not any(name.startswith("class_layers") for name in regions)
+    medckpt.apply_recompute(recomputed, regions)
+    image = torch.randn(2, 1, 32, 32, 32)
+    for enabled in (False, True):
+        for network in (plain, recomputed):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                network(image).float().square().mean().backward()
+    for one, other in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    for precision in ("32", "bf16-mixed"):
+        consistent(forecast(dense_net(), image, policy="all", precision=precision, memory=CARD))  # type: ignore[arg-type]
+
+
+def test_a_region_that_changes_its_input_is_refused_in_the_first_forward() -> None:
+    network = medckpt.apply_recompute(dense_net(), ["class_layers"])
+    with pytest.raises(ConfigError, match="Recompute of a Sequential: its forward changes its input in place"):
+        network(torch.randn(2, 1, 32, 32, 32))
+    with pytest.raises(ConfigError, match="changes its input in place"):
+        forecast(dense_net(), torch.empty(2, 1, 32, 32, 32), policy=["class_layers"], memory=CARD)

@@ -16,14 +16,25 @@ FILES = sorted((ROOT / "medckpt").rglob("*.py"))
 # Who may import whom: a room may use those of its own floor and of the floors below.
 FLOORS = [
     {"errors", "files", "geometry", "typed", "help"},
+    {"lean"},
     {"memory"},
-    {"blocks", "search_path", "machine", "profiles"},
+    {"blocks", "search_path", "machine", "profiles", "allowance"},
     {"config"},
     {"datasets", "models"},
     {"inference", "training", "report"},
-    {"console", "run_folder", "forecasting", "planner", "forecast"},
-    {"run"},
-    {"cli", "__main__"},
+    {
+        "console",
+        "plan_screen",
+        "run_folder",
+        "forecasting",
+        "fitting",
+        "recipe_step",
+        "planner",
+        "budget",
+        "step_memory",
+    },
+    {"run", "run_plan"},
+    {"cli", "__main__", "words"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -31,6 +42,9 @@ LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 def room_of(path: Path) -> str:
     parts = path.relative_to(ROOT / "medckpt").parts
     return parts[0] if len(parts) > 1 else path.stem
+
+
+_BELOW_MEMORY = ("medckpt.errors", "medckpt.files", "medckpt.lean", "medckpt.memory")
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -66,7 +80,7 @@ def test_imports_point_one_way(path: Path) -> None:
 def test_memory_knows_torch_only(path: Path) -> None:
     allowed = {"torch", "scipy", "numpy", "medckpt", "__future__", *sys.stdlib_module_names}
     assert {name.split(".")[0] for name in imports_of(path)} <= allowed
-    assert all(name.startswith(("medckpt.errors", "medckpt.memory")) for name in imports_of(path) if "medckpt" in name)
+    assert all(name.startswith(_BELOW_MEMORY) for name in imports_of(path) if "medckpt" in name)
 
 
 def test_importing_medckpt_loads_nothing_heavy_and_prints_nothing() -> None:
@@ -87,18 +101,24 @@ def test_the_public_names_are_these() -> None:
 
     assert sorted(medckpt.__all__) == [
         "Forecast",
+        "InfeasibleBudget",
         "MedckptError",
+        "MemoryPlan",
         "MemoryProfile",
         "RunConfig",
+        "apply",
         "apply_recompute",
+        "bind",
         "compose",
         "evaluate",
         "find_regions",
         "forecast",
         "plan",
         "predict",
+        "remove",
         "train",
         "undo",
+        "verify",
     ]
     for name in medckpt.__all__:
         assert getattr(medckpt, name) is not None

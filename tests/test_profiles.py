@@ -13,7 +13,7 @@ from medckpt import profiles
 from medckpt.config import compose_plain, from_plain
 from medckpt.errors import ConfigError, DataError
 from medckpt.memory.profile import MemoryProfile
-from medckpt.profiles import load_profile, profile_machine, profile_names, save_profile, this_machine
+from medckpt.profiles import load_profile, profile_machine, profile_names, save_profile, this_machine, unverified
 
 GPU = torch.cuda.is_available()
 
@@ -111,6 +111,21 @@ def test_a_gpu_is_known_by_its_name_and_keeps_its_own_capacity(name: str, mib: i
     assert here.sources["capacity_bytes"] == "torch.cuda.get_device_properties on this machine"
     unchanged = dataclasses.replace(here, capacity_bytes=shipped.capacity_bytes, sources=shipped.sources)
     assert unchanged == shipped
+
+
+def test_a_card_with_the_figures_of_another_says_so() -> None:
+    here = profiles._of_gpu("Tesla V100-PCIE-32GB", 32510 * 2**20)
+    assert here.name == "v100_32gb"
+    assert here.title == "Tesla V100-PCIE-32GB (with the figures of NVIDIA V100 SXM2 32GB)"
+
+
+def test_what_a_profile_does_not_verify_is_known_by_its_sources() -> None:
+    assert unverified(load_profile("v100_16gb")) == (
+        "context_bytes", "library_workspace_bytes", "conv_workspace", "reserve_slack",
+    )  # fmt: skip
+    assert unverified(load_profile("cpu")) == ()
+    text = (Path(__file__).resolve().parents[1] / "configs" / "memory" / "v100_16gb.yaml").read_text()
+    assert "14.13 TFLOP/s in fp32, 10 %" in text
 
 
 @pytest.mark.parametrize(

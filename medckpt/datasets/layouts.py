@@ -121,7 +121,7 @@ def _discover_labels(root: Path, cases: Sequence[Case]) -> dict[str, int]:
 
 def _raise_all(root: Path, problems: Sequence[str]) -> None:
     if problems:
-        raise DataError(f"{root}: {len(problems)} cases or files are not in order: {_lines(problems)}")
+        raise DataError(f"{root}: not in order ({len(problems)}): {_lines(problems)}")
 
 
 def _lines(problems: Sequence[str], limit: int = 20) -> str:

@@ -15,10 +15,12 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from medckpt.errors import ConfigError
+from medckpt.files import write_atomic
 from medckpt.memory.explain import KINDS, REST, Explanation
 from medckpt.memory.profile import MemoryProfile
 from medckpt.memory.simulate import Moment
-from medckpt.report.curves import INK, MUTED, class_colour, save_figure, spread_labels, style
+from medckpt.report.curves import INK, MUTED, class_colour, spread_labels, style
 
 GIB, MIB = 2**30, 2**20
 NAMED_PARTS = 8
@@ -31,10 +33,13 @@ OTHER = "other"
 
 _GREYS = {
     "context": "#6b7280", "parameters": "#8b929d", "optimizer": "#a9afb9", "averages": "#979eaa", "inputs": "#b9bec6",
-    "weight casts": "#c6cad1", "gradients": "#9ca3af", "optimizer step": "#b4a7a0", "scratch": "#3f4650",
+    "weight casts": "#c6cad1", "gradients": "#9ca3af", "buckets": "#afb4bd",
+    "optimizer step": "#b4a7a0", "scratch": "#3f4650",
     OTHER: "#dadde2",
 }  # fmt: skip
 _BUDGET = "#b42318"
+_FORMATS = {"png": "Software", "pdf": "CreationDate", "svg": "Date"}
+"""Formats of a picture, and what matplotlib would write into each that is another one elsewhere or tomorrow."""
 _PHASES = {
     "forward": "#cfe3f2", "loss": "#8fb8d8", "backward": "#f6dcc3", "clip": "#cbd5d0", "optimizer": "#a9c2b3",
     "average": "#cbd5d0",
@@ -62,14 +67,18 @@ class Span:
 
 
 def draw_memory_timeline(explanation: Explanation, profile: MemoryProfile, path: str | Path | None = None) -> Figure:
-    """Returns a picture of memory over one training step; writes it as PNG, atomically, if `path` is given.
+    """Returns a picture of memory over one training step; writes it, atomically, if `path` is given.
+
+    The suffix of `path` says how: .png, .pdf or .svg.
 
     Stacked areas are who holds the memory: kinds of memory grey and below, parts of the model in colours in the order
     in which the step first needs them. Above are the phases, and what is recomputed when.
 
     Raises:
+        ConfigError: `path` has another suffix.
         DataError: `path` cannot be written.
     """
+    format_ = None if path is None else _format(Path(path))
     timeline = explanation.simulation.timeline
     recomputed = recompute_spans(timeline)
     figure = Figure(figsize=(_WIDTH, 5.6), facecolor="white")
@@ -85,9 +94,21 @@ def draw_memory_timeline(explanation: Explanation, profile: MemoryProfile, path:
         _draw_recomputed(figure.add_axes((_LEFT, low - 0.035, _RIGHT - _LEFT, _STRIP * 0.7), sharex=axes), recomputed)
     _draw_legend(figure, bands, colours, explanation.peak, low + _STRIP)
     _write_titles(figure, explanation, profile)
-    if path is not None:
-        save_figure(figure, Path(path))
+    if path is not None and format_ is not None:
+        # Nothing that changes from one run to the next: equal forecasts give equal files.
+        metadata = {_FORMATS[format_]: None}
+        write_atomic(Path(path), lambda stream: figure.savefig(stream, format=format_, dpi=150, metadata=metadata))
     return figure
+
+
+def _format(path: Path) -> str:
+    name = path.suffix.lower().removeprefix(".")
+    if name not in _FORMATS:
+        raise ConfigError(
+            f"{path}: a picture's suffix says its format, and '{path.suffix}' is none of them. "
+            f"Known: {', '.join(f'.{known}' for known in _FORMATS)}."
+        )
+    return name
 
 
 def timeline_png(explanation: Explanation, profile: MemoryProfile) -> bytes:

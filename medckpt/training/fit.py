@@ -16,6 +16,7 @@ from medckpt import machine
 from medckpt.config import RunConfig
 from medckpt.datasets.module import PatchDataModule
 from medckpt.datasets.prepare import PreparedCase
+from medckpt.memory.plan import MemoryPlan
 from medckpt.training import state
 from medckpt.training.callbacks import Keeper, OnProgress, Report, RunLog
 from medckpt.training.first_step import FirstFullStep
@@ -43,18 +44,19 @@ def fit(
     folder: Path,
     report: Report | None = None,
     on_peak: Callable[[int], None] | None = None,
+    plan: MemoryPlan | None = None,
 ) -> Fitted:
     """Trains `network` in place, from weights/last.ckpt of the run folder if there is one, else from its weights.
 
-    `on_peak` gets the measured peak bytes of the first full step. The network is left with the weights that a
-    prediction should use: the averaged ones where they are kept.
+    `on_peak` gets the measured peak bytes of the first full step. `plan` is applied to `network` already. The network
+    is left with the weights that a prediction should use: the averaged ones where they are kept.
     """
     resumed, progress = None, state.Progress()
     if (folder / "weights" / "last.ckpt").is_file():
         resumed, progress = state.load(folder / "weights" / "last.ckpt")
         network.load_state_dict(resumed["network"])
     first_step = progress.step
-    module = SegmentationModule(network, config, classes, progress)
+    module = SegmentationModule(network, config, classes, progress, plan)
     keeper = Keeper(folder, resumed)
     callbacks: list[L.Callback] = [
         keeper,

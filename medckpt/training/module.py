@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from medckpt.config import RunConfig
 from medckpt.errors import MedckptError, listing
 from medckpt.inference.predict import predict_case
+from medckpt.memory.bind import bind
+from medckpt.memory.plan import MemoryPlan
 from medckpt.training.losses import DiceCrossEntropy
 from medckpt.training.metrics import dice_per_class
 from medckpt.training.schedule import learning_rate, share_done
@@ -20,13 +22,23 @@ from medckpt.training.state import Progress
 class SegmentationModule(L.LightningModule):
     """Trains `network` on patches {"image": (B, C, X, Y, Z), "label": (B, 1, X, Y, Z), "case": names}."""
 
-    def __init__(self, network: nn.Module, config: RunConfig, classes: dict[str, int], progress: Progress) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        config: RunConfig,
+        classes: dict[str, int],
+        progress: Progress,
+        plan: MemoryPlan | None = None,
+    ) -> None:
+        """`plan` is applied to `network` already; what it does with the loss inside is done here."""
         super().__init__()
         self.network = network
         self.config = config
         self.classes = classes
         self.progress = progress
         self.loss = DiceCrossEntropy(config.loss)
+        levers = (plan.tail, plan.micro_batches) if plan else (False, 1)
+        self.step = bind(network, self.loss, tail=levers[0], micro_batches=levers[1], scale=self._loss_scale)
         self.case_dice: dict[str, dict[str, float | None]] = {}
         """Dice per class of each case of the validation under way."""
 
@@ -40,7 +52,7 @@ class SegmentationModule(L.LightningModule):
                 optimizer.zero_grad()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        loss = self.loss(self.network(batch["image"]), batch["label"])
+        loss = self.step(batch["image"], batch["label"])
         # Under fp16 the GradScaler skips such a step and lowers its factor; elsewhere it would spoil the weights.
         if self.trainer.precision != "16-mixed" and not torch.isfinite(loss):
             raise MedckptError(
@@ -48,6 +60,11 @@ class SegmentationModule(L.LightningModule):
                 f"{listing(batch['case'])}. Check their intensities, or lower optimizer.lr."
             )
         return loss
+
+    def _loss_scale(self) -> float:
+        """The factor that the loss of this step will be multiplied by: under float16 small gradients need it early."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
 
     def on_validation_epoch_start(self) -> None:
         self.case_dice = {}

@@ -215,6 +215,6 @@ def test_the_picture_of_a_traced_network_is_written_as_png(tmp_path: Path) -> No
 
 
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied.png").mkdir()
     with pytest.raises(DataError, match="occupied"):
-        draw_memory_timeline(made_by_hand(BANDS, STEP), CARD, tmp_path / "occupied")
+        draw_memory_timeline(made_by_hand(BANDS, STEP), CARD, tmp_path / "occupied.png")
