@@ -106,6 +106,7 @@ def _traced(
         torch.inference_mode(False),
         torch.enable_grad(),
         _no_outer_autocast(),
+        _others_casts_kept(step),
         torch.device("cpu"),
         mode,
         real_constants(),
@@ -142,6 +143,23 @@ def _no_outer_autocast() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_enabled("cpu", was_on)
+
+
+@contextmanager
+def _others_casts_kept(step: Step) -> Iterator[None]:
+    """Keeps what other threads have in autocast's cache, where the step itself has nothing there.
+
+    The cache is the process's: who leaves the outermost autocast of his thread empties it for all, and a weight used
+    twice in another thread would be cast twice, its gradient summed in another order.
+    """
+    if step.weight_cache:
+        yield
+        return
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
 
 
 @contextmanager

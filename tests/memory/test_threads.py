@@ -43,7 +43,7 @@ def test_a_thread_that_trains_gets_what_it_gets_alone(enabled: bool) -> None:
     net = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.1)), nn.LayerNorm(14))
     thread = threading.Thread(target=train)
     thread.start()
-    # Autocast's own cache of casts belongs to the process: the other thread empties it whenever it leaves autocast.
+    # With casts of its own in autocast's cache, which is the process's, a step empties it for the other thread too.
     steps = [Step(rules=rules, weight_cache=False) for rules in ("cuda", "cpu")]
     graphs: list[Any] = []
     while thread.is_alive() or not graphs:
@@ -55,6 +55,33 @@ def test_a_thread_that_trains_gets_what_it_gets_alone(enabled: bool) -> None:
         assert all(map(torch.equal, weights, alone))
     quiet = [of(net, torch.empty(2, 4, 16), step, recompute=("1",)) for step in steps]
     assert graphs == quiet * (len(graphs) // 2), "and the forecasts are those of a quiet process"
+
+
+@pytest.mark.parametrize("rules", ["cpu", "cuda"])
+@pytest.mark.parametrize("recompute", [(), ("1",)], ids=["none", "recompute"])
+def test_a_forecast_leaves_the_casts_of_another_thread_alone(rules: Any, recompute: tuple[str, ...]) -> None:
+    net, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
+    cast, traced = threading.Event(), threading.Event()
+    found: list[bool] = []
+
+    def train() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            first = net(x)
+            cast.set()
+            traced.wait()
+            second = net(x)
+        turned = [node for out in (first, second) for node, _ in out.grad_fn.next_functions if node is not None]
+        casts = [node.next_functions[0][0] for node in turned]
+        found.append(len(casts) == 2 and casts[0] is casts[1])
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    cast.wait()
+    step = Step(rules=rules, precision="bf16-mixed", weight_cache=False)
+    of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.empty(2, 4), step, recompute=recompute)
+    traced.set()
+    thread.join()
+    assert found == [True], "the weight was cast twice"
 
 
 @pytest.mark.parametrize("memory", ["cpu", "a100_40gb"])
