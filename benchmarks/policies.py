@@ -21,6 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+from peers import add_peers
+
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "1000000000"}
 GIB = 2**30
 BASELINES = ("all", "sqrt", "log", "every-2", "selective")
@@ -122,7 +125,7 @@ def _entries(
     monai = _peak(*found["use_checkpoint"][:1], case, found["use_checkpoint"][1]) if flagged is not None else None
     budgets = _add_plans(case, found, notes, monai)
     if peers:
-        _add_peers(case, found, notes)
+        add_peers(case, _entry, found, notes)
     return found, notes, budgets
 
 
@@ -178,35 +181,6 @@ def _add_plans(
         found[label] = _entry(case, net, step)
     notes["planning"] = f"{time.perf_counter() - began:.0f} s for all budgets, measured steps included"
     return answers
-
-
-def _add_peers(case: dict[str, Any], found: dict[str, Any], notes: dict[str, str]) -> None:
-    import torch
-
-    try:
-        import torch.distributed._tools.sac_ilp
-
-        notes["sac_ilp"] = "a solver without a part that applies its answer: it returns ratios per FSDP unit"
-    except ImportError as error:
-        notes["sac_ilp"] = f"not run: {error}"
-    try:
-        import ckptplan  # type: ignore[import-not-found]  # noqa: F401
-
-        notes["ckptplan"] = "runs a chain of blocks alone; a network with skips, or with inputs beside, it cannot run"
-    except ImportError:
-        notes["ckptplan"] = "not installed; it runs a chain of blocks alone, no network with skips"
-    for share in (0.5, 0.1):
-        label = f"torch.compile, activation budget {share}"
-        try:
-            torch._dynamo.reset()
-            torch._functorch.config.activation_memory_budget = share
-            net = copy.deepcopy(case["model"])
-            compiled = torch.compile(net)
-            entry = _entry(case, net, lambda x, y, run=compiled: case["loss"](run(x), y))
-            entry[1]()
-            found[label] = entry
-        except Exception as error:
-            notes[label] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
 
 
 def _timed(step: Step) -> float:

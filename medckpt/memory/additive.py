@@ -110,6 +110,10 @@ class AdditiveModel:
         """Returns the milliseconds of a step under a policy."""
         return sum(self.segment(segment, policy).ms for segment in range(self.count))
 
+    def region_ms(self, region: str, option: str) -> float:
+        """Returns the milliseconds of a region in a step under an option."""
+        return sum(segment.ms for segment in self.cuts[option].segments if segment.region == region)
+
     def at(self, segment: int, policy: Assignment) -> int:
         """Returns the most memory held during a segment."""
         base = self.before[segment]

@@ -17,16 +17,16 @@ from medckpt.memory.additive import AdditiveModel
 from medckpt.memory.baselines import baseline, with_own_flag
 from medckpt.memory.bind import bind
 from medckpt.memory.graph import StepGraph
-from medckpt.memory.options import OPTIONS, lay_on, lean_modules, options_for, twin
+from medckpt.memory.options import OPTIONS, lay_on, lean_modules, options_for, twin, without_recompute
 from medckpt.memory.plan import MemoryPlan, RegionPlan, model_key, shapes_of
 from medckpt.memory.profile import MemoryProfile
 from medckpt.memory.regions import find_regions
-from medckpt.memory.segments import Cut, cuts
+from medckpt.memory.segments import cuts
 from medckpt.memory.simulate import Simulation, simulate
 from medckpt.memory.solve import GAP, fastest, leanest
 from medckpt.memory.step import Loss, Step, StepRunner
 from medckpt.memory.target_loss import TargetLoss
-from medckpt.memory.timing import RegionTimes, measure_times
+from medckpt.memory.timing import RegionTimes, measure_times, recomputed, take_times
 from medckpt.memory.trace import trace_step
 from medckpt.memory.ways import BoundModel, Way, real_tensors, refuse_impossible, ways_to_try
 
@@ -255,22 +255,31 @@ class Planner:
             fixed = self.profile.library_workspace_bytes + (low + high) // 2
             found = cuts(graphs, regions, self.profile)
             if self.measure:
-                _take_times(found, self._times(way, regions))
+                take_times(found, self._times(way, regions))
             self._models[way] = AdditiveModel(found, regions, fixed)
         return self._models[way]
 
     def _times(self, way: Way, regions: Sequence[str]) -> dict[str, RegionTimes]:
-        """Returns what each option takes in real steps, on copies of the model."""
+        """Returns what each option takes in real steps, on copies of the model.
+
+        What runs again needs no steps of its own: it takes one more forward pass.
+        """
         inputs, target = real_tensors(self.inputs), real_tensors(self.target)
         runners = {}
         for option in self.options:
+            if OPTIONS[option].recompute:
+                continue
             net = lay_on(copy.deepcopy(self.model), dict.fromkeys(self.regions, option), lean=self._lean)
             if self.target_loss is None:
                 runners[option] = StepRunner(net, inputs, self.loss, self.step)
             else:
                 bound = BoundModel(net, self.target_loss, way)
                 runners[option] = StepRunner(bound, (inputs, target), lambda value: value, self.step)
-        return measure_times(runners, regions, advance=self.advance)
+        found = measure_times(runners, regions, advance=self.advance)
+        return {
+            option: recomputed(found[without_recompute(option)]) if OPTIONS[option].recompute else found[option]
+            for option in self.options
+        }
 
     def _within(self, way: Way, budget_bytes: int) -> MemoryPlan | None:
         model = self._model(way)
@@ -374,18 +383,7 @@ def _with_rates(profile: MemoryProfile) -> MemoryProfile:
     return dataclasses.replace(profile, bandwidth_gb_s=_NOMINAL_GB_S, fp32_tflops=_NOMINAL_TFLOPS)
 
 
-def _take_times(found: dict[str, Cut], times: dict[str, RegionTimes]) -> None:
-    """Puts measured times in the place of estimated ones; a region called several times has its sum at the first."""
-    outside = times[next(iter(times))]
-    for option, cut in found.items():
-        left = dict(times[option])
-        between = {direction: outside.get(("", direction), 0.0) for direction in ("forward", "backward")}
-        for segment in cut.segments:
-            key: Any = (segment.region, segment.direction)
-            segment.ms = left.pop(key, 0.0) if not segment.region.startswith("(") else between.pop(key[1], 0.0)
-
-
 def _region_ms(model: AdditiveModel, region: str, option: str) -> float:
     if option not in model.cuts or region not in model.regions:
         return math.nan  # a baseline's own
-    return sum(segment.ms for segment in model.cuts[option].segments if segment.region == region)
+    return model.region_ms(region, option)

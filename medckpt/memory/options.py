@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -152,6 +153,12 @@ def options_for(model: nn.Module, regions: Sequence[str], *, lean: bool, offload
     recomputed = {"lean_attention": "recompute", "lean": "recompute_lean"}
     again = [recomputed[option] for option in recomputed if option in found]
     return (*found, *again, *(["offload"] if offload else []))
+
+
+def without_recompute(option: str) -> str:
+    """Returns the option that does the same with a region but for running it again."""
+    alike = dataclasses.replace(OPTIONS[option], recompute=False, meaning="")
+    return next(name for name, other in OPTIONS.items() if dataclasses.replace(other, meaning="") == alike)
 
 
 def twin(model: nn.Module) -> nn.Module:

@@ -37,9 +37,25 @@ def fastest(model: AdditiveModel, budget_bytes: int, *, seconds: float = 20.0) -
     programme = _Programme(model)
     for slack in _SLACKS:
         policy = programme.solve(programme.times, budget_bytes - slack, seconds, GAP)
-        if policy is None or model.peak_bytes(policy) <= budget_bytes:
-            return policy
+        if policy is None:
+            return None
+        if model.peak_bytes(policy) <= budget_bytes:
+            return _given_back(model, policy, budget_bytes)
     return None
+
+
+def _given_back(model: AdditiveModel, policy: dict[str, str], budget_bytes: int) -> dict[str, str]:
+    """Returns a policy that leaves regions as they are whose options save neither time nor memory that is needed."""
+
+    def as_it_is(region: str) -> float:
+        return model.region_ms(region, model.reference)
+
+    idle = [region for region, option in policy.items() if model.region_ms(region, option) >= as_it_is(region)]
+    for regions in (idle, *([region] for region in idle)):
+        plainer = policy | dict.fromkeys(regions, model.reference)
+        if plainer != policy and model.peak_bytes(plainer) <= budget_bytes:
+            policy = plainer
+    return policy
 
 
 def leanest(model: AdditiveModel, *, seconds: float = 20.0) -> dict[str, str]:

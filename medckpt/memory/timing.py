@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from medckpt.memory.segments import Cut
 from medckpt.memory.step import StepRunner
 
 Direction = Literal["forward", "backward"]
 RegionTimes = dict[tuple[str, Direction], float]
 """(region, direction) -> milliseconds per step; region "" is what lies outside of every region."""
+
+_NOISE = 0.02
+"""Share of its time by which an option must be faster than what a model does by itself to count as faster."""
 
 
 def measure_times(
@@ -60,6 +64,61 @@ def timed_step(runner: StepRunner, regions: Sequence[str]) -> RegionTimes:
         clock.enter("", "backward")
     runner.net.zero_grad(set_to_none=True)
     return clock.times
+
+
+def recomputed(times: RegionTimes) -> RegionTimes:
+    """Returns what a step takes that runs each region's forward pass again in backward."""
+    found = dict(times)
+    for (region, way), ms in times.items():
+        if region and way == "forward":
+            found[region, "backward"] = times.get((region, "backward"), 0.0) + ms
+    return found
+
+
+def take_times(cuts: Mapping[str, Cut], times: Mapping[str, RegionTimes]) -> None:
+    """Puts measured times of each option in the place of estimated ones, in place.
+
+    Regions of the same work, as the estimates show it, share the mean of their times: more is known of it than of each.
+    A region called several times has its sum at the first call. What lies between regions is the same under every
+    option, and so is its time: that of the first.
+    """
+    options = list(cuts)
+    known = _known(times, options, _alike(cuts))
+    outside = times[options[0]]
+    for option, cut in cuts.items():
+        left = dict(known[option])
+        between = {direction: outside.get(("", direction), 0.0) for direction in ("forward", "backward")}
+        for segment in cut.segments:
+            key: Any = (segment.region, segment.direction)
+            segment.ms = left.pop(key, 0.0) if not segment.region.startswith("(") else between.pop(key[1], 0.0)
+
+
+def _alike(cuts: Mapping[str, Cut]) -> list[list[str]]:
+    """Returns the regions in groups whose estimated times are equal under every option."""
+    work: dict[str, list[float]] = defaultdict(list)
+    for cut in cuts.values():
+        for segment in cut.segments:
+            work[segment.region].append(segment.ms)
+    groups: dict[tuple[float, ...], list[str]] = defaultdict(list)
+    for region, estimates in work.items():
+        groups[tuple(estimates)].append(region)
+    return list(groups.values())
+
+
+def _known(
+    times: Mapping[str, RegionTimes], options: Sequence[str], groups: Sequence[Sequence[str]]
+) -> dict[str, RegionTimes]:
+    """Returns what the measured times say of each region: the mean of its group, and no gain within the noise."""
+    found: dict[str, RegionTimes] = {option: {} for option in options}
+    for group in groups:
+        for option in options:
+            ways: tuple[Direction, ...] = ("forward", "backward")
+            means = {way: statistics.mean(times[option].get((region, way), 0.0) for region in group) for way in ways}
+            plain = {way: found[options[0]].get((group[0], way), means[way]) for way in ways}
+            if (1 - _NOISE) * sum(plain.values()) <= sum(means.values()) <= sum(plain.values()):
+                means = plain
+            found[option] |= {(region, way): means[way] for region in group for way in ways}
+    return found
 
 
 def _medians(found: Sequence[RegionTimes]) -> RegionTimes:

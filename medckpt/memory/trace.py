@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import sys
 import threading
 import weakref
@@ -26,6 +25,7 @@ from medckpt.memory.autocast import cuda_rules
 from medckpt.memory.fake_views import is_view, view_of
 from medckpt.memory.graph import FIRST, HOST_COPIES, Kind, Op, Phase, StepGraph, Storage
 from medckpt.memory.interrupt import interrupts_held
+from medckpt.memory.isolation import no_collection, no_outer_autocast, others_casts_kept
 from medckpt.memory.measure import fake_copy
 from medckpt.memory.operands import (
     FakeOperands,
@@ -98,15 +98,15 @@ def _traced(
     for kind, tensors in runner.held().items():
         recorder.hold(kind, tensors)
     with (
-        _no_collection(),
+        no_collection(),
         clear_errors(recorder.culprit, lambda: recorder.phase, _shapes(inputs)),
         _calls_watched(net, recorder),
         _device_rules(step),
         # Whoever calls may have switched gradients or autocast, or chosen a device, for work of his own.
         torch.inference_mode(False),
         torch.enable_grad(),
-        _no_outer_autocast(),
-        _others_casts_kept(step),
+        no_outer_autocast(),
+        others_casts_kept(step.weight_cache),
         torch.device("cpu"),
         mode,
         real_constants(),
@@ -132,46 +132,6 @@ def _notes(model: nn.Module) -> dict[str, str]:
         if type(module).__name__ in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
             notes[type(module).__name__] = "one device is foreseen, without buckets, copies or shards"
     return notes
-
-
-@contextmanager
-def _no_outer_autocast() -> Iterator[None]:
-    """Switches a surrounding autocast off; one more `torch.autocast` would keep the casts of those inside it alive."""
-    was_on = torch.is_autocast_enabled("cpu")
-    torch.set_autocast_enabled("cpu", False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cpu", was_on)
-
-
-@contextmanager
-def _others_casts_kept(step: Step) -> Iterator[None]:
-    """Keeps what other threads have in autocast's cache, where the step itself has nothing there.
-
-    The cache is the process's: who leaves the outermost autocast of his thread empties it for all, and a weight used
-    twice in another thread would be cast twice, its gradient summed in another order.
-    """
-    if step.weight_cache:
-        yield
-        return
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        torch.autocast_decrement_nesting()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keeps Python's garbage collector out: it would free cycles at moments of its own, and takes half the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager

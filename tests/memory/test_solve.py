@@ -81,6 +81,21 @@ def test_among_the_leanest_a_fast_one_is_taken() -> None:
     assert model.step_ms(found) <= min(ms for p, ms, _ in everything(model) if p == peak) * (1 + GAP)
 
 
+def test_a_region_stays_as_it_is_where_its_option_buys_nothing() -> None:
+    model = random_model(5, 4)
+    for cut in model.cuts.values():
+        for segment in cut.segments:
+            segment.ms = 1.0
+    plain = dict.fromkeys(model.regions, "keep")
+    enough = model.peak_bytes(plain)
+    assert fastest(model, enough) == plain
+    tight = fastest(model, enough - 1)
+    assert tight is not None
+    assert tight != plain
+    for region, option in tight.items():
+        assert option == "keep" or model.peak_bytes(tight | {region: "keep"}) >= enough
+
+
 @pytest.mark.parametrize("budget", [0, 1, 5000])
 def test_a_budget_below_what_is_there_anyway_has_no_policy(budget: int) -> None:
     assert fastest(random_model(0, 3), budget) is None
