@@ -265,6 +265,11 @@ def _profile(words: list[str]) -> int:
 def _predict(words: list[str]) -> int:
     as_json = parse.take_flag(words, "--json")
     keys = parse.read_keys("predict", words, required=("run", "input", "output"), optional=("weights",))
+    from medckpt import run_folder
+    from medckpt.inference.inputs import require_input
+
+    run_folder.load_config(Path(keys["run"]))  # a wrong path is said at once, before torch is loaded
+    require_input(Path(keys["input"]))
     from medckpt import console, run
 
     console.speak_on(stderr=as_json)
@@ -279,6 +284,9 @@ def _predict(words: list[str]) -> int:
 def _evaluate(words: list[str]) -> int:
     as_json = parse.take_flag(words, "--json")
     keys = parse.read_keys("evaluate", words, required=("run",), optional=("data", "output", "weights"))
+    from medckpt import run_folder
+
+    run_folder.load_config(Path(keys["run"]))
     from medckpt import console, run
 
     console.speak_on(stderr=as_json)

@@ -99,6 +99,14 @@ def test_bad_words_give_one_message_and_exit_code_2(
     assert "Traceback" not in caught.err
 
 
+@pytest.mark.parametrize("words", [["predict", "run=/no/run", "input=y", "output=z"], ["evaluate", "run=/no/run"]])
+def test_a_wrong_path_is_said_before_torch_is_loaded(words: list[str]) -> None:
+    code = f"import sys; from medckpt.cli import main; print(main({words!r}), 'torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["2", "False"]
+    assert "run=/no/run: there is no config.yaml in it" in found.stderr
+
+
 def break_empty(data: Path) -> str:
     shutil.rmtree(data)
     data.mkdir()

@@ -15,6 +15,12 @@ from medckpt.errors import ConfigError, DataError, listing
 _CHANNEL = re.compile(r"(?P<case>.+)_(?P<channel>[0-9]{4})")
 
 
+def require_input(path: Path) -> None:
+    """Raises DataError if there is nothing at `path`."""
+    if not path.exists():
+        raise DataError(f"input={path}: there is no such file or folder.")
+
+
 def find_inputs(path: Path, channels: int) -> tuple[Case, ...]:
     """Returns the scans to segment: one file, one DICOM series folder, or a folder of either.
 
@@ -26,8 +32,7 @@ def find_inputs(path: Path, channels: int) -> tuple[Case, ...]:
         DataError: nothing there; scans with missing or surplus channels, or two files of one name, all at once;
             volume files and DICOM in one folder.
     """
-    if not path.exists():
-        raise DataError(f"input={path}: there is no such file or folder.")
+    require_input(path)
     if path.name in ("", ".."):  # `input=.`: a case needs the folder's real name
         path = path.resolve()
     if path.is_file():

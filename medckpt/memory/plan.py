@@ -153,6 +153,12 @@ def _from_dict(read: Any, where: str) -> MemoryPlan:
         raise ConfigError(f"{where}: 'regions' names '{max(names, key=names.count)}' twice.")
     for name in fields.keys() - {"regions"}:
         given[name] = _checked(given[name], str(fields[name].type), f"{where}: '{name}'", least=name in _FROM_ONE)
+        if given[name] == "":
+            raise ConfigError(f"{where}: '{name}' must not be empty.")
+    if given["samples"] % given["micro_batches"]:
+        raise ConfigError(
+            f"{where}: 'micro_batches' ({given['micro_batches']}) does not divide 'samples' ({given['samples']})."
+        )
     return MemoryPlan(**given)
 
 

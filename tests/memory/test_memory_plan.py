@@ -88,6 +88,8 @@ REGION = {"name": "a", "option": "keep", "ms": 1.0, "plain_ms": 1.0}
         ({"plain_step_ms": float("inf")}, "Infinity is no number"),
         ({"key": 7}, "'key' must be of type str, not 7"),
         ({"memory": None}, "'memory' must be of type str"),
+        ({"memory": ""}, "'memory' must not be empty"),
+        ({"samples": 77, "micro_batches": 2}, r"'micro_batches' \(2\) does not divide 'samples' \(77\)"),
         ({"regions": {"a": "keep"}}, "'regions' must be a list"),
         ({"regions": ["a"]}, r"regions\[0\]: must have name, option, ms, plain_ms and nothing else, not 'a'"),
         ({"regions": [REGION, {"name": "b", "option": "keep"}]}, r"regions\[1\]: must have name"),
