@@ -99,7 +99,7 @@ def test_dice_over_the_batch_has_the_levers_by_samples_too() -> None:
     card = load_profile("a100_80gb")
     for words in ((), ("loss.batch_dice=true",)):
         found = budget.planner_of(config_of(*words), card, TASK)
-        assert [way.tail for way in found.ways()] == [False, True]
+        assert [way.tail for way in found.ways] == [False, True]
         assert found.step.weight_cache is False
 
 

@@ -28,7 +28,7 @@ from medckpt.memory.step import Loss, Step, StepRunner
 from medckpt.memory.target_loss import TargetLoss
 from medckpt.memory.timing import RegionTimes, measure_times, recomputed, take_times
 from medckpt.memory.trace import trace_step
-from medckpt.memory.ways import BoundModel, Way, real_tensors, refuse_impossible, ways_to_try
+from medckpt.memory.ways import BoundModel, Way, real_tensors, refuse_impossible, refuse_random, ways_to_try
 
 _ROUNDS = 4
 """How often a budget is tightened where the exact simulation finds more than the additive model did."""
@@ -84,7 +84,6 @@ class Planner:
         self._rated = self.profile is profile
         self.advance = advance
         self._models: dict[Way, AdditiveModel] = {}
-        self._plain: Simulation | None = None
         self._found: list[MemoryPlan] = []
         self._judgements: dict[tuple[Way, tuple[tuple[str, str], ...]], Simulation] = {}
         if offload and profile.device == "cpu":
@@ -105,8 +104,9 @@ class Planner:
         fits = room is None or 2 * self.plain.peak_bytes <= room
         return not self._rated and self.profile.device == "cpu" and fits and ms is not None and ms <= _SHORT_MS
 
-    def ways(self) -> list[Way]:
-        """Returns how the step may run, in the order in which they are tried: those that are exact for this model.
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """How the step may run, in the order in which it is tried: those that are exact for this model.
 
         Raises:
             ConfigError: what was asked for (`micro_batches`, `tail`) is not possible or not exact here.
@@ -122,20 +122,26 @@ class Planner:
         for way in wanted:
             try:
                 if way != Way() and self.target_loss is not None:
-                    bind(self.model, self.target_loss, tail=way.tail, micro_batches=way.micro_batches)
+                    model = copy.deepcopy(self.model) if self.measure else self.model
+                    step = bind(model, self.target_loss, tail=way.tail, micro_batches=way.micro_batches)
+                    refuse_random(way, self._plain_graph)
+                    if self.measure:  # a first step with values tries whether samples depend on one another
+                        step(real_tensors(self.inputs), real_tensors(self.target))
                 found.append(way)
             except ConfigError as error:
                 reason = str(error)
         if not found:
             raise ConfigError(reason)
-        return found
+        return tuple(found)
 
-    @property
+    @cached_property
+    def _plain_graph(self) -> StepGraph:
+        return self.trace({}, Way())
+
+    @cached_property
     def plain(self) -> Simulation:
         """The step of the model as it is."""
-        if self._plain is None:
-            self._plain = self._simulated(self.trace({}, Way()))
-        return self._plain
+        return self._simulated(self._plain_graph)
 
     def plan(self, budget_bytes: int) -> MemoryPlan:
         """Returns the fastest plan whose exactly simulated peak is within the budget.
@@ -149,7 +155,7 @@ class Planner:
             key=lambda plan: plan.predicted_step_ms,
             default=None,
         )
-        for way in self.ways():
+        for way in self.ways:
             if best is not None and self._cannot_beat(way, best):
                 continue
             for found in (self._within(way, budget_bytes), *self._offloaded(way, budget_bytes)):
@@ -203,7 +209,7 @@ class Planner:
     def smallest(self) -> MemoryPlan:
         """Returns the plan with the smallest peak."""
         plans = []
-        for way in self.ways():
+        for way in self.ways:
             model = self._model(way)
             choices = leanest(model)
             plans.append(self._judged(way, self._own(choices), model.peak_bytes(choices)))

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from medckpt.errors import ConfigError
 from medckpt.memory.bind import bind, find_tail
+from medckpt.memory.graph import Op, StepGraph
 from medckpt.memory.target_loss import TargetLoss
 
 
@@ -68,6 +69,27 @@ def _has_tail(model: nn.Module) -> bool:
         return find_tail(model) is not None and bind(model, lambda output, _: output, tail=True) is not None
     except ConfigError:
         return False
+
+
+def refuse_random(way: Way, graph: StepGraph) -> None:
+    """Raises ConfigError for micro-batches of a network that draws at random in its step, whose record is `graph`."""
+    if way.micro_batches == 1:
+        return
+    for op in graph.ops:
+        if _draws(op):
+            raise ConfigError(
+                f"micro_batches: '{op.region}' draws at random ({op.name}), and part by part it would draw other "
+                "numbers than for the whole batch. Use recompute instead."
+            )
+
+
+def _draws(op: Op) -> bool:
+    if op.call is None or torch.Tag.nondeterministic_seeded not in op.call[0].tags:
+        return False
+    func, args, kwargs = op.call
+    names = [argument.name for argument in func._schema.arguments]
+    # Attention counts as random, and is not without dropout.
+    return (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 1.0) != 0
 
 
 class BoundModel(nn.Module):

@@ -101,20 +101,49 @@ def test_names_that_begin_as_those_of_a_bound_step_do() -> None:
 
 
 def test_levers_that_are_not_exact_are_not_tried() -> None:
-    assert of("mini").ways() == [Way(), Way(tail=True)]
-    assert of("skips", samples=4).ways() == [Way(), Way(micro_batches=2), Way(micro_batches=4)]
-    assert of("skips", samples=1).ways() == [Way()]
-    assert planner(make("skips"), (8, 8, 8)).ways() == [Way()], "no loss of output and target"
-    assert of("unet").ways() == [Way()], "batch statistics"
+    assert of("mini").ways == (Way(), Way(tail=True))
+    assert of("skips", samples=4).ways == (Way(), Way(micro_batches=2), Way(micro_batches=4))
+    assert of("skips", samples=1).ways == (Way(),)
+    assert planner(make("skips"), (8, 8, 8)).ways == (Way(),), "no loss of output and target"
+    assert of("unet").ways == (Way(),), "batch statistics"
     dropout = planner(Plain([Residual(dropout=0.1)] * 2, [0, 0]), (8, 8, 8), target_loss=DICE_CE)
-    assert dropout.ways() == [Way()]
+    assert dropout.ways == (Way(),)
     batch = UNETR()
     batch.encoder1.layer.norm1 = nn.BatchNorm3d(4)
-    assert planner(batch, (8, 8, 8), target_loss=DICE_CE).ways() == [Way()]
-    assert of("mini", tail=False).ways() == [Way(), Way(micro_batches=2)]
-    assert of("mini", micro_batches=2).ways() == [Way(micro_batches=2)]
-    assert of("mini", micro_batches=1).ways() == [Way(), Way(tail=True)]
-    assert of("mini", tail=True).ways() == [Way(tail=True)]
+    assert planner(batch, (8, 8, 8), target_loss=DICE_CE).ways == (Way(),)
+    assert of("mini", tail=False).ways == (Way(), Way(micro_batches=2))
+    assert of("mini", micro_batches=2).ways == (Way(micro_batches=2),)
+    assert of("mini", micro_batches=1).ways == (Way(), Way(tail=True))
+    assert of("mini", tail=True).ways == (Way(tail=True),)
+
+
+class Masked(Residual):
+    """Hides a random share of every sample, as masked autoencoders do: no module says that it draws."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * (torch.rand(x.shape[0], 1, 1, 1, 1) > 0.5))
+
+
+class Mixed(Residual):
+    """Takes from every sample what the samples have in common."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0, keepdim=True))
+
+
+def test_a_network_that_draws_or_mixes_samples_without_a_word_is_not_split() -> None:
+    masked = planner(Plain([Residual(), Masked()], [0, 0]), (8, 8, 8), target_loss=DICE_CE)
+    assert masked.ways == (Way(),)
+    forced = planner(Plain([Residual(), Masked()], [0, 0]), (8, 8, 8), target_loss=DICE_CE, micro_batches=2)
+    with pytest.raises(
+        ConfigError, match=r"'blocks.1' draws at random \(aten::rand|'.*blocks.1' draws at random \(rand"
+    ):
+        _ = forced.ways
+    # Values decide, which a forecast does not read; where times are measured there are some.
+    mixed = Plain([Residual(), Mixed()], [0, 0])
+    assert planner(mixed, (8, 8, 8), target_loss=DICE_CE, measure=True).ways == (Way(),)
+    assert planner(Plain([Residual()] * 2, [0, 0]), (8, 8, 8), target_loss=DICE_CE, measure=True).ways[1:]
+    assert all(p.grad is None for p in mixed.parameters())
 
 
 @pytest.mark.parametrize(
@@ -125,7 +154,7 @@ def test_levers_that_are_not_exact_are_not_tried() -> None:
         (lambda: of("skips", micro_batches=True), "micro_batches=True: must be a whole number"),
         (lambda: planner(make("skips"), (8, 8, 8), micro_batches=2), "micro_batches: a step by samples needs a loss"),
         (lambda: of("skips", tail=True), "per-sample tail: Plain has no full-resolution end"),
-        (lambda: of("unet", micro_batches=2).ways(), "takes statistics over the batch"),
+        (lambda: of("unet", micro_batches=2).ways, "takes statistics over the batch"),
         (
             lambda: Planner(nn.Linear(1, 1), torch.empty(2, 1), Step(), MemoryProfile(), target_loss=DICE_CE),
             "target: with a loss of \\(output, target\\) the target is needed",
