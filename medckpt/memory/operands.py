@@ -124,7 +124,9 @@ def moved_bytes(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) 
         backward = func._opname == "dice_ce_backward"
         logits = inputs[-2]
         return dice_ce.moved_bytes(logits.shape, logits.dtype, backward=backward)
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+    # What `out=` names is among the arguments, and only written.
+    given = any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *(() if given else outputs)))
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
