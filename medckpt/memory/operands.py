@@ -129,6 +129,23 @@ def moved_bytes(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) 
     return sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *(() if given else outputs)))
 
 
+def as_cpu_keeps(func: Any, args: Any, result: Any) -> Any:
+    """Returns a fake norm's result with the statistics that a CPU keeps: float32 where any weight is.
+
+    Torch's fake kernels say the dtype of the input, half as much under bfloat16 autocast (`is_mixed_type` in
+    `aten/src/ATen/native/cpu/mixed_data_type.h`).
+    """
+    if func.overloadpacket.__name__ not in _NORMS or result[0].dtype == torch.float32:
+        return result
+    weights = [argument.dtype for argument in args[1:] if isinstance(argument, Tensor)]
+    if torch.float32 not in weights:
+        return result
+    return result[0], *(statistic.to(torch.float32) for statistic in result[1:])
+
+
+_NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm")
+
+
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Returns the multiplications and additions of an operator as torch counts them; 0 if it does not."""
     count = flop_registry.get(func.overloadpacket)

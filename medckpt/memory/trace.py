@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from medckpt.errors import ConfigError, listing
 from medckpt.lean.forward import foreseen_kernels
-from medckpt.memory.apply import apply_recompute
+from medckpt.memory.apply import applied, apply_recompute
 from medckpt.memory.autocast import cuda_rules
 from medckpt.memory.fake_views import is_view, view_of
 from medckpt.memory.graph import FIRST, HOST_COPIES, Kind, Op, Phase, StepGraph, Storage
@@ -30,6 +30,7 @@ from medckpt.memory.measure import fake_copy
 from medckpt.memory.operands import (
     FakeOperands,
     InPlaceAsReal,
+    as_cpu_keeps,
     flops_of,
     moved_bytes,
     real_constants,
@@ -118,9 +119,23 @@ def _traced(
     _refuse_absurd(graph, inputs)
     recorder.mark("gradients", runner.gradients())
     recorder.references.clear()  # what is freed from here on is not the step's
+    if step.rules == "cpu":
+        _add_random_states(graph, applied(net).regions)
     # What is freed at one moment (autocast's casts) goes in an order that depends on addresses.
     graph.events.sort(key=lambda event: (event[0], -event[2], event[1]))
     return graph
+
+
+def _add_random_states(graph: StepGraph, regions: Iterable[str]) -> None:
+    """Adds what a recomputed region keeps of torch's generator: in the host's memory, and made outside of operators."""
+    nbytes = torch.get_rng_state().numel()
+    for region in regions:
+        inside = [i for i, op in enumerate(graph.ops) if op.region == region or op.region.startswith(region + ".")]
+        born = next((i for i in inside if graph.ops[i].phase in FIRST), None)
+        died = next((i for i in reversed(inside) if graph.ops[i].phase in ("recompute", "backward")), None)
+        if born is not None and died is not None:
+            graph.events += [(born, len(graph.storages), 1), (died, len(graph.storages), -1)]
+            graph.storages.append(Storage(nbytes, "activations", born, region, graph.ops[born].phase, died))
 
 
 def _notes(model: nn.Module) -> dict[str, str]:
@@ -225,6 +240,8 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         self.interrupted()
         result = view_of(func, args) if is_view(func, args, kwargs) else func(*args, **kwargs)
+        if self.graph.rules == "cpu":
+            result = as_cpu_keeps(func, args, result)
         self._record(func, args, kwargs, result)
         return result
 
