@@ -75,8 +75,8 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
 
     def mae() -> dict[str, Any]:
         model = MaskedAutoEncoderViT(in_channels=1, img_size=(96, 96, 96), patch_size=(16, 16, 16))
-        image = torch.randn(4, 1, 96, 96, 96)
-        return {"model": model, "input": image, "target": torch.zeros(4, 1, 1), "loss": first, "precision": "32"}
+        image = torch.randn(32, 1, 96, 96, 96)  # below that, weights and gradients are the peak under every policy
+        return {"model": model, "input": image, "target": torch.zeros(32, 1, 1), "loss": first, "precision": "32"}
 
     return {"swin12": swin12, "swin24": swin24, "unetr": unetr, "vit": vit, "mae": mae}
 
@@ -258,39 +258,40 @@ def _against_baselines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+_MARKERS = {
+    "plain": "*", "use_checkpoint": "P", "all": "s", "sqrt": "D", "log": "v", "every-2": "^", "selective": "X",
+}  # fmt: skip
+
+
 def picture(results: list[dict[str, Any]], path: Path) -> None:
     """Draws time against peak, one panel per net, both relative to plain."""
     from matplotlib.figure import Figure
 
-    from medckpt.report.curves import spread_labels
-
-    figure = Figure(figsize=(4.2 * len(results), 4.2), layout="constrained")
-    for axes, result in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
+    columns = min(3, len(results))
+    figure = Figure(figsize=(4 * columns, 3.6 * -(-len(results) // columns)), layout="constrained")
+    grid = figure.subplots(-(-len(results) // columns), columns, squeeze=False).ravel()
+    shown: dict[str, Any] = {}
+    for axes, result in zip(grid, results, strict=False):
         plain = next(row for row in result["rows"] if row["label"] == "plain")
-        points = {}
+        ours = []
         for row in result["rows"]:
             ratios = [mine / its for mine, its in zip(row["seconds"], plain["seconds"], strict=True)]
-            points[row["label"]] = (row["peak_bytes"] / plain["peak_bytes"], statistics.median(ratios))
-        top = 1.2 * max(ratio for _, ratio in points.values())
-        others = [label for label in points if not label.startswith("ours")]
-        heights = spread_labels([points[label][1] for label in others], 0.05 * top, 0.02 * top, 0.98 * top)
-        for label, height in zip(others, heights, strict=True):
-            axes.plot(*points[label], "s", color="#6b7280", ms=5)
-            place = (points[label][0], height)
-            left = points[label][0] > 0.8  # its words would leave the picture
-            axes.annotate(
-                label, place, (-8 if left else 8, 0), textcoords="offset points", va="center", fontsize=7.5,
-                ha="right" if left else "left", color="#6b7280",
-            )  # fmt: skip
-        ours = sorted(point for label, point in points.items() if label.startswith("ours"))
-        axes.plot(*zip(*ours, strict=True), "o-", color="#0072B2", ms=5)
-        axes.annotate("ours", ours[0], (-4, 8), textcoords="offset points", ha="right", fontsize=8, color="#0072B2")
-        axes.set_xlim(0, 1.15)
-        axes.set_ylim(0, top)
+            point = (row["peak_bytes"] / plain["peak_bytes"], statistics.median(ratios))
+            if row["label"].startswith("ours"):
+                ours.append(point)
+                continue
+            marker = _MARKERS.get(row["label"], "o")
+            shown[row["label"]] = axes.scatter(*point, marker=marker, s=44, color="#6b7280", label=row["label"])
+        shown["ours, under eight budgets"] = axes.plot(*zip(*sorted(ours), strict=True), "o-", color="#0072B2", ms=5)[0]
+        axes.set_xlim(0, 1.1)
         axes.set_title(result["net"], loc="left", fontsize=10)
         axes.set_xlabel("peak, of plain", fontsize=8)
         axes.set_ylabel("step time, of plain", fontsize=8)
         axes.grid(color="#e5e7eb")
+        axes.set_axisbelow(True)
+    for axes in grid[len(results) :]:
+        axes.set_axis_off()
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
