@@ -55,11 +55,10 @@ def _sac_ilp(case: dict[str, Any], share: float) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools import ilp_utils, mem_tracker, runtime_estimator, sac_estimator, sac_ilp
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        net = copy.deepcopy(case["model"])
-        for name, parameter in list(net.named_parameters()):
-            owner, _, last = name.rpartition(".")
-            setattr(net.get_submodule(owner), last, torch.nn.Parameter(torch.empty_like(parameter)))
+    from medckpt.memory.measure import fake_copy
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        net = fake_copy(case["model"], mode)
         image, target = torch.empty_like(case["input"]), torch.empty_like(case["target"])
 
         def step() -> None:

@@ -20,6 +20,7 @@ from medckpt.memory.step import Step
 from tests.memory.test_trace import of
 
 ENDLESS = """
+import signal
 import torch
 from torch import nn
 from medckpt.memory.step import Step
@@ -28,6 +29,7 @@ from medckpt.memory.trace import trace_step
 layers = [nn.Sequential(nn.Conv1d(4, 4, 3), nn.InstanceNorm1d(4), nn.ReLU(), nn.Dropout(0.1)) for _ in range(6)]
 net, x = nn.Sequential(*layers), torch.empty(2, 4, 64)
 trace_step(net, x, Step())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, and hand that on
 for _ in range(3):
     print("ready", flush=True)
     try:
