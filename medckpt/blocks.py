@@ -39,6 +39,10 @@ class DataConfig:
     """Lower and upper end of the CT window, in HU."""
     clip_percentiles: tuple[float, float] = (0.5, 99.5)
     """Where `zscore` cuts outliers off before it measures, in percent of a case's voxels."""
+    shear: Literal["refuse", "resample"] = "refuse"
+    """Files whose axes are not at right angles: refused, or resampled to an orthogonal grid (and named)."""
+    label_grid: Literal["refuse", "resample"] = "refuse"
+    """Labels on another grid than their image: refused, or resampled onto the image's grid (and named)."""
     validation: int | float | tuple[str, ...] = 0.2
     """Patients kept for validation: a share, a number, or their names."""
 

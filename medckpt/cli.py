@@ -264,7 +264,8 @@ def _profile(words: list[str]) -> int:
 
 def _predict(words: list[str]) -> int:
     as_json = parse.take_flag(words, "--json")
-    keys = parse.read_keys("predict", words, required=("run", "input", "output"), optional=("weights",))
+    optional = ("weights", "format", "seg_type")
+    keys = parse.read_keys("predict", words, required=("run", "input", "output"), optional=optional)
     from medckpt import run_folder
     from medckpt.inference.inputs import require_input
 
@@ -273,9 +274,8 @@ def _predict(words: list[str]) -> int:
     from medckpt import console, run
 
     console.speak_on(stderr=as_json)
-    files = run.predict(
-        Path(keys["run"]), Path(keys["input"]), Path(keys["output"]), weights=keys.get("weights", "best")
-    )
+    choices: dict[str, Any] = {key: keys[key] for key in optional if key in keys}
+    files = run.predict(Path(keys["run"]), Path(keys["input"]), Path(keys["output"]), **choices)
     if as_json:
         print(json.dumps([str(file) for file in files]))
     return 0

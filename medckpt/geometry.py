@@ -175,6 +175,38 @@ def canonical_grid(grid: Grid, spacing_mm: Sequence[float] | None) -> Grid:
     return Grid(shape=tuple(new_shape), affine=new_affine)
 
 
+def orthogonal_grid(grid: Grid) -> Grid:
+    """Returns the rectangular grid that covers a sheared one whole.
+
+    The two axes nearest to a right angle keep their plane and spacing; the third becomes their normal, with the
+    distance between the planes as its spacing. So a stack of slices that are shifted against each other keeps its
+    slices. A grid that is rectangular to rounding (1e-9) is returned as it is.
+    """
+    unit = grid.directions
+    if shear(grid.affine) <= 1e-9:
+        return grid
+    cosines = np.abs(unit.T @ unit)
+    i, j = min(itertools.combinations(range(3), 2), key=lambda pair: cosines[pair])
+    k = 3 - i - j
+    # Both of the pair turn by half of what is missing to the right angle.
+    sum_, difference = unit[:, i] + unit[:, j], unit[:, i] - unit[:, j]
+    sum_, difference = sum_ / np.linalg.norm(sum_), difference / np.linalg.norm(difference)
+    directions = np.empty((3, 3))
+    directions[:, i], directions[:, j] = (sum_ + difference) / np.sqrt(2), (sum_ - difference) / np.sqrt(2)
+    normal = np.cross(directions[:, i], directions[:, j])
+    directions[:, k] = normal * np.sign(normal @ unit[:, k])
+    spacing = np.array(grid.spacing_mm)
+    spacing[k] *= directions[:, k] @ unit[:, k]
+    outermost = np.array([(*index, 1.0) for index in itertools.product(*((0, n - 1) for n in grid.shape))])
+    centres = outermost @ grid.affine[:3].T @ directions  # mm along the new axes
+    low, high = centres.min(axis=0), centres.max(axis=0)
+    affine = np.eye(4)
+    affine[:3, :3] = directions * spacing
+    affine[:3, 3] = directions @ low
+    steps = np.ceil((high - low) / spacing - LATTICE_TOLERANCE_VOXELS)
+    return Grid(shape=tuple(1 + np.maximum(0, steps).astype(int)), affine=affine)
+
+
 def resample(array: np.ndarray, source: Grid, target: Grid, order: int, fill: float) -> np.ndarray:
     """Returns `array`, which lies on `source`, evaluated at the voxel centres of `target`.
 

@@ -34,11 +34,13 @@ Hydra's own flags work too: --cfg job prints the whole configuration, -m sweeps 
 """
 
 PREDICT = """\
-medckpt predict run=RUN input=PATH output=PATH [weights=best|last|FILE]
+medckpt predict run=RUN input=PATH output=PATH [weights=best|last|FILE] [format=nifti|seg|both]
 
 input   a NIfTI, NRRD or MHA file, a DICOM series folder, or a folder of either; several channels of one scan are
         files CASE_0000.nii.gz, CASE_0001.nii.gz in a folder
-output  a folder, or for one scan a file name that ends in .nii.gz
+output  a folder, or for one scan a file name that ends in .nii.gz or .dcm
+format  seg writes a DICOM Segmentation on the source series of DICOM scans (seg_type=binary|labelmap); default: what
+        the name ends in, NIfTI in a folder
 The label maps lie on the scans' own grids: same shape, same affine. --json prints the files written.
 """
 

@@ -17,9 +17,10 @@ from medckpt.datasets.layouts import Case, Dataset, open_dataset
 from medckpt.datasets.prepare import PreparedCase, median_spacing, prepare, read_case_label
 from medckpt.datasets.reading import write_label
 from medckpt.datasets.split import split_patients
-from medckpt.errors import ConfigError
 from medckpt.files import write_json
 from medckpt.geometry import canonical_grid, resample
+from medckpt.inference import export
+from medckpt.inference.dicom_seg import SegType
 from medckpt.inference.inputs import check_targets, find_inputs
 from medckpt.inference.predict import Predictor
 from medckpt.memory.apply import apply_recompute
@@ -73,7 +74,7 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
     else:
         training, validation = split_patients(dataset.cases, config.data.validation, config.seed)
     if config.data.spacing_mm is None:
-        spacing = median_spacing(training)
+        spacing = median_spacing(training, config.data.shear)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, spacing_mm=spacing))
     console.data(dataset, config, training, validation)
     prepared_training = _prepare(training, dataset, config, "training cases")
@@ -146,33 +147,42 @@ def profile(output: Path | None = None) -> MemoryProfile:
     return measured
 
 
-def predict(run: str | Path, input_path: str | Path, output: str | Path, *, weights: str = "best") -> list[Path]:
-    """Segments one scan or a folder of scans with a trained run; writes NIfTI label maps on the scans' own grids.
+def predict(
+    run: str | Path,
+    input_path: str | Path,
+    output: str | Path,
+    *,
+    weights: str = "best",
+    format: export.Format | None = None,
+    seg_type: SegType = "binary",
+) -> list[Path]:
+    """Segments one scan or a folder of scans with a trained run; the label maps lie on the scans' own grids.
 
     Args:
         run: a run folder.
         input_path: a volume file, a DICOM series folder, or a folder of either.
-        output: a `.nii.gz` file (for one scan) or a folder.
+        output: a `.nii.gz` or `.dcm` file (for one scan) or a folder.
         weights: `best`, `last`, or the path of a weights file.
+        format: `nifti`, `seg` (DICOM Segmentation, for DICOM scans) or `both`; by default what `output` ends in.
+        seg_type: `binary` or `labelmap`; see `write_dicom_seg`.
 
     Returns:
         The files written.
     """
-    output = Path(output)
-    predictor = load_predictor(Path(run), weights)
+    export.check_words(format, seg_type)
+    predictor, codes = load_predictor(Path(run), weights), run_folder.load_facts(Path(run)).codes
     cases = find_inputs(Path(input_path), predictor.channels)
-    single = output.name.endswith((".nii", ".nii.gz"))
-    if single and len(cases) > 1:
-        raise ConfigError(f"output={output}: there are {len(cases)} scans, so the output must be a folder.")
-    targets = [output if single else output / f"{case.name}.nii.gz" for case in cases]
-    check_targets(targets, [image for case in cases for image in case.images])
+    targets = export.find_targets(Path(output), cases, format)
+    files = [file for of_case in targets for file in of_case]
+    check_targets(files, [image for case in cases for image in case.images])
     with console.bar("predict", len(cases)) as advance:
-        for case, target in zip(cases, targets, strict=True):
-            labels, volumes = predictor.predict(case)
-            write_label(target, labels, volumes[0].grid)
+        for case, of_case in zip(cases, targets, strict=True):
+            found, volumes = predictor.predict(case)
+            series = volumes[0].source
+            export.write_prediction(of_case, found, volumes[0].grid, series, predictor.labels, codes, seg_type)
             advance()
-    console.predicted(targets, predictor.labels)
-    return targets
+    console.predicted(files, predictor.labels)
+    return files
 
 
 def evaluate(
@@ -207,7 +217,7 @@ def evaluate_cases(
         for number, case in enumerate(cases):
             prediction, volumes = predictor.predict(case)
             grid = volumes[0].grid
-            reference = read_case_label(case, dataset, grid).array
+            reference = read_case_label(case, dataset, grid, data).array
             scores.append(score_case(case.name, prediction, reference, grid.spacing_mm, classes))
             if keep:
                 write_label(folder / "predictions" / f"{case.name}.nii.gz", prediction, grid)

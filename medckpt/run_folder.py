@@ -17,7 +17,9 @@ import yaml
 
 from medckpt import machine, typed
 from medckpt.config import RunConfig, from_plain
+from medckpt.datasets.dataset_json import read_dataset_json
 from medckpt.datasets.layouts import Case, Dataset
+from medckpt.datasets.segment_codes import SegmentCode
 from medckpt.errors import ConfigError, DataError, listing
 from medckpt.files import write_json, write_text
 
@@ -40,7 +42,9 @@ def make(config: RunConfig, dataset: Dataset, training: Cases, validation: Cases
         raise ConfigError(f"output={config.output}: the run folder cannot be made ({error}).") from error
     os.environ[FOLDER_VARIABLE] = str(folder.resolve())
     save_config(folder, config)
-    write_json(folder / "dataset.json", {"labels": dataset.labels, "channel_names": list(dataset.channel_names)})
+    head = read_dataset_json(dataset.root)
+    known = DatasetFacts(labels=dataset.labels, channel_names=dataset.channel_names, codes=head.codes if head else {})
+    write_json(folder / "dataset.json", typed.to_plain(known))
     names = {"train": [case.name for case in training], "val": [case.name for case in validation]}
     write_json(folder / "split.json", names)
     write_json(folder / "environment.json", machine.environment(facts) | {"command": " ".join(sys.argv)})
@@ -87,6 +91,8 @@ class DatasetFacts:
 
     labels: dict[str, int]
     channel_names: tuple[str, ...]
+    codes: dict[str, SegmentCode] = dataclasses.field(default_factory=dict)
+    """What classes are in the words of DICOM, where the data set's own dataset.json says so."""
 
 
 def load_facts(run: Path) -> DatasetFacts:

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from medckpt.cli import main
+from medckpt.datasets.reading import read_label
 from medckpt.words import once
 from tests.conftest import TINY_UNETR, make_pairs
+from tests.datasets.dicom_maker import make_series
 
 QUICK = [*TINY_UNETR, "memory=cpu", "trainer.max_steps=2", "trainer.log_every=1", "trainer.tensorboard=false"]
 
@@ -61,6 +63,22 @@ def test_predictions_lie_on_the_scans(
         assert label.shape == scan.shape
         np.testing.assert_allclose(label.affine, scan.affine)
         assert set(np.unique(label.dataobj)) <= {0, 1, 2}
+
+
+def test_a_dicom_scan_is_answered_by_a_segmentation_on_its_series(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = "1.2.826.0.1.3680043.8.498.2"
+    scan = make_series(tmp_path / "p7", StudyInstanceUID=study, FrameOfReferenceUID=f"{study}.1")
+    words = ["predict", f"run={run}", f"input={scan}", f"output={tmp_path / 'a.dcm'}"]
+    assert main([*words, "format=both", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [str(tmp_path / "a.dcm"), str(tmp_path / "a.nii.gz")]
+    nifti = read_label(tmp_path / "a.nii.gz")
+    np.testing.assert_array_equal(read_label(tmp_path / "a.dcm", onto=nifti.grid).array, nifti.array)
+    for seg_type, other in (("labelmap", 0), ("fractional", 2)):
+        assert main([*words, f"seg_type={seg_type}"]) == other
+    np.testing.assert_array_equal(read_label(tmp_path / "a.dcm", onto=nifti.grid).array, nifti.array)
+    assert main([*words, "format=nifti"]) == 2
 
 
 def test_evaluate_scores_the_runs_own_cases_and_another_data_set(

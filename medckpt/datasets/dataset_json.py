@@ -6,12 +6,14 @@ import difflib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from medckpt import typed
 from medckpt.datasets.reading import IMAGE_SUFFIXES
-from medckpt.errors import DataError, suggest
+from medckpt.datasets.segment_codes import SegmentCode
+from medckpt.errors import ConfigError, DataError, suggest
 
 FILE_NAME = "dataset.json"
 
@@ -32,16 +34,19 @@ class DatasetJson:
     training: tuple[Any, ...] | None
     cases: dict[str, Any] | None
     file_ending: str | None
+    codes: dict[str, SegmentCode] = field(default_factory=dict)
+    """What classes are in the words of DICOM, from "codes" under "medckpt"."""
 
 
 def read_dataset_json(root: Path) -> DatasetJson | None:
     """Reads `root`/dataset.json; None where there is none.
 
-    Unknown keys are left alone. nnU-Net v1's `modality` and inverted labels ({"1": "liver"}) are understood.
+    Unknown keys are left alone, except below our own key "medckpt". nnU-Net v1's `modality` and inverted labels
+    ({"1": "liver"}) are understood.
 
     Raises:
         DataError: malformed JSON (with line and column), a missing or mistyped key, labels that are no set of distinct
-            whole numbers from 0, region labels or an ignore label (not supported yet).
+            whole numbers from 0, region labels or an ignore label (not supported yet), codes of no label or of no code.
     """
     path = root / FILE_NAME
     if not path.exists():
@@ -56,13 +61,15 @@ def read_dataset_json(root: Path) -> DatasetJson | None:
         raise DataError(f'{path}: "dataset" maps each case to its "images" and "label", it is not {_kind(cases)}.')
     if ending is not None and ending not in IMAGE_SUFFIXES:
         raise DataError(f'{path}: "file_ending" {ending!r} is not read here. {suggest(str(ending), IMAGE_SUFFIXES)}')
+    labels = _labels(path, content)
     head = DatasetJson(
         path=path,
         channel_names=_channel_names(path, content, names_key),
-        labels=_labels(path, content),
+        labels=labels,
         training=None if training is None else tuple(training),
         cases=cases,
         file_ending=ending,
+        codes=_codes(path, content, labels),
     )
     if training is None and names_key == "modality":
         logger.warning("%s: 'modality' is nnU-Net v1's key for 'channel_names'; it is read as that", path)
@@ -148,6 +155,24 @@ def _checked_labels(path: Path, value: Mapping[str, Any]) -> dict[str, int]:
     if len(labels) < 2:
         raise DataError(f'{path}: "labels" names no class beside the background; {_LABELS_EXAMPLE}.')
     return labels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Own:
+    """What stands under "medckpt"."""
+
+    codes: dict[str, SegmentCode] = field(default_factory=dict)
+
+
+def _codes(path: Path, content: Mapping[str, Any], labels: Mapping[str, int]) -> dict[str, SegmentCode]:
+    try:
+        codes = typed.read(_Own, content.get("medckpt", {}), f"{path}: medckpt").codes
+    except ConfigError as error:
+        raise DataError(f'{error}\nA code is written as "liver": {{"type": ["10200004", "SCT", "Liver"]}}.') from error
+    unknown = [name for name in codes if name not in labels]
+    if unknown:
+        raise DataError(f"{path}: medckpt.codes.{unknown[0]}: there is no such label. {suggest(unknown[0], labels)}")
+    return codes
 
 
 def _is_number(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""NIfTI files in and out: one sform/qform rule, units in mm, three dimensions or a refusal by name.
+"""NIfTI files (.nii, .nii.gz, pairs of .hdr and .img) in and out: one sform/qform rule, mm, three dimensions.
 
 The rule is nibabel's: the sform if its code is positive, else the qform, else pixdim alone (with a warning). What is
 written carries both, equal and with the same code. The policy in words is docs/dicom.md.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import logging
+import math
 import zlib
 from pathlib import Path
 from typing import BinaryIO
@@ -28,12 +29,14 @@ from medckpt.geometry import (
     shear,
 )
 
-NIFTI_SUFFIXES = (".nii.gz", ".nii")
+NIFTI_SUFFIXES = (".nii.gz", ".nii", ".hdr")
+"""A pair goes by its header, .hdr; the voxels are in the .img beside it."""
+
 SCANNER_CODE = 1
 """qform_code and sform_code of what is written: 1, scanner anatomical coordinates."""
 
 _MM_PER_UNIT = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}  # xyzt_units & 7: unknown, metre, millimetre, micron
-_LIBRARY_ERRORS = (ImageFileError, HeaderDataError, OSError, EOFError, zlib.error, ValueError, KeyError)
+_LIBRARY_ERRORS = (ImageFileError, HeaderDataError, OSError, EOFError, zlib.error, ValueError, KeyError, MemoryError)
 
 logger = logging.getLogger("medckpt")
 
@@ -47,17 +50,19 @@ def read_nifti(path: Path, floating: bool) -> tuple[np.ndarray, Grid]:
     """Returns the voxels of a 3D NIfTI file, scl_slope and scl_inter applied, and their grid.
 
     Args:
-        path: a .nii or .nii.gz file.
+        path: a .nii, .nii.gz or .hdr file.
         floating: float32 voxels; otherwise they keep the integer type that is stored where no scaling applies, and
             become floating where it does (labels are then rounded by the caller, under control).
 
     Raises:
         DataError: unreadable or cut short, colour or complex voxels, not three-dimensional, unknown unit of length.
-        GeometryError: no usable affine, or axes that are sheared beyond `ORTHONORMALITY_TOLERANCE`.
+        GeometryError: no usable affine. A sheared one is returned as it is; see `require_rectangular`.
     """
     image = _open(path)
     grid = _grid(image, path)
     try:
+        if path.name.lower().endswith(".gz"):
+            image = type(image).from_bytes(_unzipped(image, path))
         array = np.asarray(image.dataobj, dtype=np.float32) if floating else np.asarray(image.dataobj)
     except _LIBRARY_ERRORS as error:
         raise DataError(_unreadable(path, error)) from error
@@ -74,9 +79,12 @@ def write_nifti_label(path: Path, array: np.ndarray, grid: Grid) -> None:
         array: (X, Y, Z) integers or booleans of `grid.shape`.
         grid: where the voxels lie.
 
+    A qform holds no shear. Where a grid within `ORTHONORMALITY_TOLERANCE` would give forms that differ by more than
+    `QFORM_SFORM_TOLERANCE_MM`, the sform alone is written (qform_code 0), so that no reader gets the wrong one.
+
     Raises:
         DataError: another suffix or shape, a floating dtype, or values beyond int32; or the file cannot be written.
-        GeometryError: the grid is sheared, which a qform cannot hold.
+        GeometryError: the grid is sheared beyond the tolerance.
     """
     if not path.name.endswith(".nii.gz"):
         raise DataError(f"{path}: label maps are written as .nii.gz; give the file that ending.")
@@ -84,8 +92,10 @@ def write_nifti_label(path: Path, array: np.ndarray, grid: Grid) -> None:
         raise DataError(f"{path}: the label map has shape {array.shape} but its grid {grid.shape}.")
     require_rectangular(grid, path)
     image = nib.Nifti1Image(array.astype(_label_dtype(array, path)), grid.affine)
-    image.set_qform(grid.affine, code=SCANNER_CODE)
     image.set_sform(grid.affine, code=SCANNER_CODE)
+    image.set_qform(grid.affine, code=SCANNER_CODE)
+    if grid_difference_mm(grid, Grid(shape=grid.shape, affine=image.get_qform())) > QFORM_SFORM_TOLERANCE_MM:
+        image.header["qform_code"] = 0
     image.header.set_xyzt_units("mm")
 
     def write(stream: BinaryIO) -> None:
@@ -96,6 +106,12 @@ def write_nifti_label(path: Path, array: np.ndarray, grid: Grid) -> None:
     write_atomic(path, write)
 
 
+def is_rectangular(grid: Grid) -> bool:
+    """Says whether the axes are at right angles within `ORTHONORMALITY_TOLERANCE`."""
+    # A hair of room: NIfTI stores float32, and 1e-3 itself is meant to pass.
+    return shear(grid.affine) <= ORTHONORMALITY_TOLERANCE * (1 + 1e-5)
+
+
 def require_rectangular(grid: Grid, path: Path) -> None:
     """Refuses a sheared grid, and warns of one that ITK will not read.
 
@@ -103,12 +119,11 @@ def require_rectangular(grid: Grid, path: Path) -> None:
         GeometryError: |cosine| between two axes above `ORTHONORMALITY_TOLERANCE`.
     """
     deviation = shear(grid.affine)
-    # A hair of room: NIfTI stores float32, and 1e-3 itself is meant to pass.
-    if deviation > ORTHONORMALITY_TOLERANCE * (1 + 1e-5):
+    if not is_rectangular(grid):
         raise GeometryError(
             f"{path}: the axes are sheared, the cosine between two of them is {deviation:.2g} "
-            f"(up to {ORTHONORMALITY_TOLERANCE:g} is accepted). Resample the file to an orthogonal grid first, image "
-            "and label alike, for example with nibabel.processing.resample_to_output."
+            f"(up to {ORTHONORMALITY_TOLERANCE:g} is accepted). Set data.shear=resample, which brings image and label "
+            "to an orthogonal grid, or resample the file yourself, e.g. with nibabel.processing.resample_to_output."
         )
     if deviation > ITK_ORTHONORMALITY_TOLERANCE:
         logger.warning(
@@ -118,15 +133,17 @@ def require_rectangular(grid: Grid, path: Path) -> None:
         )
 
 
-def _open(path: Path) -> nib.Nifti1Image:
+def _open(path: Path) -> nib.Nifti1Pair:
     try:
         image = nib.load(path)
     except FileNotFoundError as error:
         raise DataError(f"{path}: there is no such file.") from error
     except _LIBRARY_ERRORS as error:
         raise DataError(_unreadable(path, error)) from error
-    if not isinstance(image, nib.Nifti1Image):
-        raise DataError(f"{path}: this is {type(image).__name__}, not NIfTI; convert it to .nii.gz.")
+    if not isinstance(image, nib.Nifti1Pair):
+        known = "Analyze 7.5, which says nothing of left and right" if path.suffix.lower() == ".hdr" else "not NIfTI"
+        raise DataError(f"{path}: this is {type(image).__name__}, {known}; convert the original scan to .nii.gz.")
+    _require_whole(image, path)
     dtype = image.header.get_data_dtype()
     if dtype.names is not None or dtype.kind not in "iuf":
         kind = "colour" if dtype.names is not None else str(dtype)
@@ -137,7 +154,32 @@ def _open(path: Path) -> nib.Nifti1Image:
     return image
 
 
-def _grid(image: nib.Nifti1Image, path: Path) -> Grid:
+def _end_of_voxels(image: nib.Nifti1Pair) -> int:
+    """Where in its (unzipped) file the last voxel ends, as the header says."""
+    voxels = image.dataobj
+    return int(voxels.offset) + math.prod(map(int, voxels.shape)) * voxels.dtype.itemsize
+
+
+def _require_whole(image: nib.Nifti1Pair, path: Path) -> None:
+    """Refuses a file shorter than its header says, before memory is taken for the voxels that are not there."""
+    file = Path(image.file_map["image"].filename)
+    if not file.exists():
+        raise DataError(f"{path}: the voxels are not there; put {file.name} beside it.")
+    needed, there = _end_of_voxels(image), file.stat().st_size
+    if not file.name.lower().endswith(".gz") and there < needed:
+        raise DataError(_unreadable(path, ValueError(f"{needed} bytes are announced, {there} are there")))
+
+
+def _unzipped(image: nib.Nifti1Image, path: Path) -> bytes:
+    """The file as far as its voxels reach; read to its end all the same, where gzip keeps the checksum."""
+    with gzip.open(path) as stream:
+        content = stream.read(_end_of_voxels(image))
+        while stream.read(2**20):
+            pass
+    return content
+
+
+def _grid(image: nib.Nifti1Pair, path: Path) -> Grid:
     shape = tuple(int(n) for n in image.shape)
     while len(shape) > 3 and shape[-1] == 1:
         shape = shape[:-1]
@@ -154,7 +196,6 @@ def _grid(image: nib.Nifti1Image, path: Path) -> Grid:
         grid = Grid(shape=shape, affine=scale @ affine)
     except GeometryError as error:
         raise GeometryError(f"{path}: {error}. Write the file again with a valid sform or qform.") from error
-    require_rectangular(grid, path)
     if sform is None and qform is None:
         logger.warning(
             "%s: no spatial information (sform_code and qform_code are 0); voxel sizes alone place the volume, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -22,7 +23,7 @@ import numpy as np
 
 from medckpt.blocks import DataConfig
 from medckpt.datasets.layouts import Case, Dataset
-from medckpt.datasets.reading import read_grid, read_label, read_volume
+from medckpt.datasets.reading import Shear, files_of, read_grid, read_label, read_volume
 from medckpt.errors import DataError, listing
 from medckpt.geometry import Grid, Volume, canonical_grid, grid_difference_mm, resample, same_grid
 
@@ -39,6 +40,8 @@ MOST_VOXELS = 1_000_000_000
 """Largest volume on the training grid, 4 GB a channel; beyond it a spacing is mistyped."""
 
 Progress = Callable[[int, int], None]
+
+logger = logging.getLogger("medckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +75,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medckpt"
 
 
-def median_spacing(cases: Sequence[Case]) -> tuple[float, float, float]:
+def median_spacing(cases: Sequence[Case], shear: Shear = "refuse") -> tuple[float, float, float]:
     """Returns the median voxel size of the cases' first images along (x, y, z) of RAS, in mm."""
-    spacings = [canonical_grid(read_grid(case.images[0]), None).spacing_mm for case in cases]
+    spacings = [canonical_grid(read_grid(case.images[0], shear=shear), None).spacing_mm for case in cases]
     x, y, z = np.round(np.median(spacings, axis=0), 4)
     return float(x), float(y), float(z)
 
@@ -143,8 +146,8 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _write_case(case: Case, dataset: Dataset, config: DataConfig, folder: Path) -> None:
-    volumes = read_images(case)
-    label = read_case_label(case, dataset, volumes[0].grid)
+    volumes = read_images(case, config)
+    label = read_case_label(case, dataset, volumes[0].grid, config)
     image, grid = to_training_grid(volumes, config)
     # The network counts classes from 0 without gaps; a label value becomes its rank.
     values = np.array(sorted(dataset.labels.values()))
@@ -164,9 +167,10 @@ def _write_case(case: Case, dataset: Dataset, config: DataConfig, folder: Path) 
     (folder / "grid.json").write_text(json.dumps(facts))
 
 
-def read_images(case: Case) -> list[Volume]:
-    """Reads a case's channels, which must lie on one grid."""
-    volumes = [read_volume(path) for path in case.images]
+def read_images(case: Case, config: DataConfig | None = None) -> list[Volume]:
+    """Reads a case's channels, which must lie on one grid; `config` says what is done with faults (else refused)."""
+    config = config or DataConfig()
+    volumes = [read_volume(path, shear=config.shear) for path in case.images]
     for path, volume in zip(case.images[1:], volumes[1:], strict=True):
         if not same_grid(volumes[0].grid, volume.grid):
             raise DataError(
@@ -176,16 +180,24 @@ def read_images(case: Case) -> list[Volume]:
     return volumes
 
 
-def read_case_label(case: Case, dataset: Dataset, grid: Grid) -> Volume:
-    """Reads a case's label map, which must lie on the image's grid and hold the data set's values only."""
+def read_case_label(case: Case, dataset: Dataset, grid: Grid, config: DataConfig | None = None) -> Volume:
+    """Reads a case's label map, which must lie on the image's grid and hold the data set's values only.
+
+    With `config.label_grid` = "resample" a label that lies elsewhere is brought onto the image's grid (copied where
+    both share a lattice, else nearest neighbour).
+    """
     if case.label is None:
         raise DataError(f"{case.name}: it has no label map.")
-    label = read_label(case.label)
+    config = config or DataConfig()
+    label = read_label(case.label, onto=grid, labels=dataset.labels, shear=config.shear)
     if not same_grid(label.grid, grid):
-        raise DataError(
-            f"{case.name}: its label {case.label.name} does not lie on its image's grid "
-            f"({_difference(label.grid, grid)}). Resample the label onto the image's grid."
-        )
+        if config.label_grid == "refuse":
+            raise DataError(
+                f"{case.name}: its label {case.label.name} does not lie on its image's grid "
+                f"({_difference(label.grid, grid)}). Set data.label_grid=resample if the label's own place is right, "
+                "or resample it onto the image's grid."
+            )
+        label = _onto(label, grid, case)
     unknown = sorted(set(np.unique(label.array).tolist()) - set(dataset.labels.values()))
     if unknown:
         raise DataError(
@@ -193,6 +205,26 @@ def read_case_label(case: Case, dataset: Dataset, grid: Grid) -> Volume:
             f"{dict(dataset.labels)}. Add them to dataset.json, or correct the label map."
         )
     return label
+
+
+def _onto(label: Volume, grid: Grid, case: Case) -> Volume:
+    moved = resample(label.array, label.grid, grid, order=0, fill=0)
+    before, after = np.count_nonzero(label.array), np.count_nonzero(moved)
+    if before and not after:
+        raise DataError(
+            f"{case.name}: its label {label.source.name} has {before} voxels, none of them inside the image. The two "
+            "lie at different places in the patient: is it the label of another scan?"
+        )
+    volume_mm3 = [abs(float(np.linalg.det(each.affine[:3, :3]))) for each in (label.grid, grid)]
+    logger.warning(
+        "%s: its label %s is resampled onto the image's grid (%s); %.4g ml of it become %.4g ml",
+        case.name,
+        label.source.name,
+        _difference(label.grid, grid),
+        before * volume_mm3[0] / 1000,
+        after * volume_mm3[1] / 1000,
+    )
+    return Volume(array=moved, affine=grid.affine, source=label.source)
 
 
 def to_training_grid(volumes: Sequence[Volume], config: DataConfig) -> tuple[np.ndarray, Grid]:
@@ -233,10 +265,9 @@ def _difference(a: Grid, b: Grid) -> str:
 def _digest(case: Case, labels: Mapping[str, int], config: DataConfig) -> str:
     parts: list[object] = [FORMAT, config.spacing_mm, config.intensity, sorted(labels.values())]
     parts += [config.window_hu if config.intensity == "window" else config.clip_percentiles]
+    parts += [config.shear, config.label_grid]
     for path in (*case.images, case.label):
-        files = sorted(path.iterdir()) if path and path.is_dir() else [path]
-        for file in files:
-            if file is not None:
-                status = file.stat()
-                parts += [str(file.resolve()), status.st_size, status.st_mtime_ns]
+        for file in files_of(path) if path is not None else ():
+            status = file.stat()
+            parts += [str(file.resolve()), status.st_size, status.st_mtime_ns]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

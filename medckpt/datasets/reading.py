@@ -1,48 +1,51 @@
 """One way in for every scan: a NIfTI file, an ITK file (.nrrd, .mha, .mhd) or a DICOM series becomes a `Volume`.
 
-ITK files must hold their voxels themselves; a header whose voxels lie in a second file (.raw) is refused.
+Whichever library reads it, the same volume gives the same array, affine and refusal. The policy is docs/dicom.md.
 """
 
 from __future__ import annotations
 
 import logging
-import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from medckpt.datasets.dicom import read_dicom, read_dicom_grid
+from medckpt.datasets.dicom_seg import is_dicom_seg, read_dicom_seg
 from medckpt.datasets.dicom_series import is_dicom_file
+from medckpt.datasets.itk import ITK_SUFFIXES, read_itk, read_itk_grid, voxel_file
 from medckpt.datasets.nifti import (
     NIFTI_SUFFIXES,
+    is_rectangular,
     read_nifti,
     read_nifti_grid,
     require_rectangular,
     write_nifti_label,
 )
 from medckpt.errors import DataError
-from medckpt.geometry import LPS_TO_RAS, Grid, Volume
+from medckpt.geometry import Grid, Volume, orthogonal_grid, resample
+from medckpt.geometry import shear as measure_shear
 
-ITK_SUFFIXES = (".nrrd", ".mha", ".mhd")
+Shear = Literal["refuse", "resample"]
+
 IMAGE_SUFFIXES = NIFTI_SUFFIXES + ITK_SUFFIXES
 LABEL_ROUNDING_TOLERANCE = 1e-3
 """A label stored in floating point is rounded if it lies this near to an integer."""
 
 LARGEST_LABEL = 2**31 - 1
 
-_HEADER_BYTES = 65536  # what is searched for the name of the voxels' file
-_META_VOXELS = re.compile(rb"^ElementDataFile[ \t]*[=:][ \t]*([^\r\n]*)", re.MULTILINE)
-_NRRD_VOXELS = re.compile(rb"^data ?file:[ \t]*([^\r\n]*)", re.MULTILINE | re.IGNORECASE)
-
 logger = logging.getLogger("medckpt")
 
 
-def read_volume(path: Path) -> Volume:
+def read_volume(path: Path, *, shear: Shear = "refuse") -> Volume:
     """Reads one image in its real units (HU for CT).
 
     Args:
-        path: a .nii, .nii.gz, .nrrd, .mha or .mhd file; a folder that holds one DICOM series; or one DICOM file, which
-            stands for the series it belongs to in its folder.
+        path: a .nii, .nii.gz, .hdr (or .img), .nrrd, .mha or .mhd file; a folder that holds one DICOM series; or one
+            DICOM file, which stands for the series it belongs to in its folder.
+        shear: what is done with a file whose axes are sheared: `resample` interpolates it to `orthogonal_grid`.
 
     Returns:
         float32 (X, Y, Z) in the index order of its RAS mm affine.
@@ -51,46 +54,71 @@ def read_volume(path: Path) -> Volume:
         DataError: missing, unreadable, or not one 3D image of finite numbers; the message names file and way out.
         GeometryError: the voxels cannot be placed without guessing.
     """
+    path = _header_of(path)
     if _is_dicom(path):
         volume = read_dicom(path)
     else:
-        array, grid = _read_file(path, floating=True)
+        array, grid = _read_file(path, floating=True, shear=shear)
         volume = Volume(array=array, affine=grid.affine, source=path)
     _require_finite(volume.array, path)
     return volume
 
 
-def read_label(path: Path) -> Volume:
-    """Reads a label map from a NIfTI (or .nrrd, .mha, .mhd) file.
+def read_label(
+    path: Path, *, onto: Grid | None = None, labels: Mapping[str, int] | None = None, shear: Shear = "refuse"
+) -> Volume:
+    """Reads a label map from a NIfTI (or .nrrd, .mha, .mhd) file, or from a DICOM Segmentation.
 
     Values in floating point are rounded where they lie within `LABEL_ROUNDING_TOLERANCE` of an integer.
+
+    Args:
+        path: the file.
+        onto: the grid of the scan, on which a DICOM Segmentation is laid; other files keep their own.
+        labels: value by class name, by which the segments of a DICOM Segmentation are told apart.
+        shear: as for images, with nearest neighbours.
 
     Returns:
         (X, Y, Z) of the smallest unsigned integer dtype that holds the values.
 
     Raises:
-        DataError: missing or unreadable; negative, fractional or non-finite values; a DICOM folder or file.
+        DataError: missing or unreadable; negative, fractional or non-finite values; a DICOM folder or another object.
         GeometryError: as for images.
     """
+    path = _header_of(path)
     if _is_dicom(path):
+        if path.is_file() and is_dicom_seg(path):
+            return read_dicom_seg(path, onto=onto, labels=labels)
         raise DataError(
-            f"{path}: labels are read from NIfTI, not from DICOM. Convert the SEG or RTSTRUCT to a .nii.gz on the "
-            "grid of the scan."
+            f"{path}: labels are read from NIfTI or a DICOM Segmentation (SEG), not from other DICOM. Convert an "
+            "RTSTRUCT to a .nii.gz on the grid of the scan."
         )
-    array, grid = _read_file(path, floating=False)
+    array, grid = _read_file(path, floating=False, shear=shear)
     return Volume(array=_whole_numbers(array, path), affine=grid.affine, source=path)
 
 
-def read_grid(path: Path) -> Grid:
+def read_grid(path: Path, *, shear: Shear = "refuse") -> Grid:
     """Returns the grid that `read_volume` or `read_label` would give, without decoding voxels where that is possible.
 
     Raises as `read_volume`.
     """
+    path = _header_of(path)
     if _is_dicom(path):
-        return read_dicom_grid(path)
-    if path.name.lower().endswith(NIFTI_SUFFIXES):
-        return read_nifti_grid(path)
-    return _itk_grid(path)
+        return read_dicom_seg(path).grid if path.is_file() and is_dicom_seg(path) else read_dicom_grid(path)
+    grid = read_nifti_grid(path) if path.name.lower().endswith(NIFTI_SUFFIXES) else read_itk_grid(path)
+    return _accepted(grid, path, shear)
+
+
+def files_of(path: Path) -> list[Path]:
+    """Returns the files that a scan or label is made of: a folder's, or a header and the file of its voxels."""
+    if path.is_dir():
+        return sorted(item for item in path.rglob("*") if item.is_file())
+    path = _header_of(path)
+    suffix = path.suffix.lower()
+    if suffix in ITK_SUFFIXES:
+        voxels = voxel_file(path)
+    else:
+        voxels = path.with_suffix(".img" if path.suffix == ".hdr" else ".IMG") if suffix == ".hdr" else None
+    return [path] if voxels is None or not voxels.exists() else [path, voxels]
 
 
 def write_label(path: Path, array: np.ndarray, grid: Grid) -> None:
@@ -118,69 +146,40 @@ def _is_dicom(path: Path) -> bool:
     raise DataError(f"{path}: not a format that is read here. Known: {', '.join(IMAGE_SUFFIXES)} and DICOM.")
 
 
-def _read_file(path: Path, floating: bool) -> tuple[np.ndarray, Grid]:
+def _read_file(path: Path, floating: bool, shear: Shear) -> tuple[np.ndarray, Grid]:
     if path.name.lower().endswith(NIFTI_SUFFIXES):
-        return read_nifti(path, floating=floating)
-    import SimpleITK as sitk
-
-    grid = _itk_grid(path)
-    try:
-        image = sitk.ReadImage(str(path), sitk.sitkFloat32 if floating else sitk.sitkUnknown)
-    except RuntimeError as error:
-        raise DataError(_itk_unreadable(path, error)) from error
-    return sitk.GetArrayFromImage(image).transpose(2, 1, 0), grid
-
-
-def _itk_grid(path: Path) -> Grid:
-    import SimpleITK as sitk
-
-    _refuse_detached(path)
-    reader = sitk.ImageFileReader()
-    reader.SetFileName(str(path))
-    try:
-        reader.ReadImageInformation()
-    except RuntimeError as error:
-        raise DataError(_itk_unreadable(path, error)) from error
-    if reader.GetDimension() != 3 or reader.GetNumberOfComponents() != 1:
-        raise DataError(
-            f"{path}: {reader.GetDimension()} dimensions with {reader.GetNumberOfComponents()} components per voxel; "
-            "one file holds one 3D volume here. Write one file per channel or time point."
-        )
-    if path.suffix == ".nrrd" and "NRRD_space" not in reader.GetMetaDataKeys():
-        logger.warning("%s: no spatial information (no 'space' in the header); ITK's LPS axes are assumed", path)
-    affine = np.eye(4)
-    affine[:3, :3] = np.reshape(reader.GetDirection(), (3, 3)) * np.asarray(reader.GetSpacing())
-    affine[:3, 3] = reader.GetOrigin()
-    grid = Grid(shape=tuple(reader.GetSize()), affine=LPS_TO_RAS @ affine)
-    require_rectangular(grid, path)
-    return grid
-
-
-def _refuse_detached(path: Path) -> None:
-    """Raises if the voxels lie in another file: its changes would not show in this one, nor in what is made of it."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEADER_BYTES)
-    except OSError as error:
-        raise DataError(f"{path}: the file cannot be opened ({error.strerror or error}).") from error
-    if path.suffix == ".nrrd":
-        found = _NRRD_VOXELS.search(re.split(rb"\r?\n\r?\n", head, maxsplit=1)[0])
+        array, grid = read_nifti(path, floating=floating)
     else:
-        found = _META_VOXELS.search(head)
-    voxels = found.group(1).decode("utf-8", "replace").strip() if found else "LOCAL"
-    if voxels.upper() != "LOCAL":
-        raise DataError(
-            f"{path}: the voxels lie in another file ({voxels}), and one scan is one file here, so that a change of "
-            "either is noticed. Convert it to one .mha or .nii.gz, e.g. with SimpleITK: "
-            f"sitk.WriteImage(sitk.ReadImage('{path.name}'), '{path.stem}.mha')."
-        )
+        array, grid = read_itk(path, floating=floating)
+    accepted = _accepted(grid, path, shear)
+    if accepted is not grid:
+        array = resample(array, grid, accepted, order=1 if floating else 0, fill=float(array.min()) if floating else 0)
+    return array, accepted
 
 
-def _itk_unreadable(path: Path, error: RuntimeError) -> str:
-    reason = " ".join(str(error).split())[-300:]
-    return (
-        f"{path}: ITK cannot read the file ({reason}). Is it complete? Copy or convert it again, to .nii.gz if need be."
+def _accepted(grid: Grid, path: Path, shear: Shear) -> Grid:
+    """The grid itself, or the orthogonal one that replaces a sheared grid on request."""
+    if shear == "refuse" or is_rectangular(grid):
+        require_rectangular(grid, path)
+        return grid
+    orthogonal = orthogonal_grid(grid)
+    logger.warning(
+        "%s: the axes are sheared (cosine %.2g); resampled to an orthogonal grid of %s voxels of %s mm (data.shear)",
+        path,
+        measure_shear(grid.affine),
+        " x ".join(map(str, orthogonal.shape)),
+        " x ".join(f"{side:.4g}" for side in orthogonal.spacing_mm),
     )
+    return orthogonal
+
+
+def _header_of(path: Path) -> Path:
+    """The .hdr of a NIfTI pair whose .img is given; any other path as it is."""
+    if path.suffix.lower() == ".img":
+        header = path.with_suffix(".hdr" if path.suffix == ".img" else ".HDR")
+        if header.exists():
+            return header
+    return path
 
 
 def _require_finite(array: np.ndarray, path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from medckpt.datasets.dicom_series import is_dicom_file
 from medckpt.datasets.layouts import Case
-from medckpt.datasets.reading import image_stem
+from medckpt.datasets.reading import files_of, image_stem
 from medckpt.errors import ConfigError, DataError, listing
 
 _CHANNEL = re.compile(r"(?P<case>.+)_(?P<channel>[0-9]{4})")
@@ -42,7 +42,8 @@ def find_inputs(path: Path, channels: int) -> tuple[Case, ...]:
         raise DataError(f"input={path}: the folder is empty.")
     volumes = [item for item in entries if item.is_file() and _stem(item)]
     if volumes:
-        dicom = [item.name for item in entries if item not in volumes and _holds_dicom(item)]
+        known = {file for volume in volumes for file in files_of(volume)}  # with the voxels of a header
+        dicom = [item.name for item in entries if item not in known and _holds_dicom(item)]
         if dicom:
             raise DataError(
                 f"input={path}: the folder is mixed: volume files ({listing([item.name for item in volumes], 3)}) and "
@@ -59,19 +60,22 @@ def check_targets(targets: Sequence[Path], inputs: Iterable[Path]) -> None:
     """Refuses files to write that could not be written, or must not be, before time is spent on their content.
 
     Args:
-        targets: the label maps to come.
+        targets: the label maps to come, .nii.gz or .dcm.
         inputs: the files and folders that are read.
 
     Raises:
-        ConfigError: a target is an input, no .nii.gz, or an existing folder; or its folder is a file, cannot be made,
-            or cannot be written to.
+        ConfigError: a target is an input or lies among the slices of one, is no .nii.gz or .dcm, or an existing
+            folder; or its folder is a file, cannot be made, or cannot be written to.
     """
     read = {path.resolve() for path in inputs}
+    folders = {path if path.is_dir() else path.parent for path in read}  # of slices, for a DICOM Segmentation
     for target in targets:
         if target.resolve() in read:
             raise ConfigError(f"output={target}: this is an input; a prediction never replaces a scan.")
-        if not target.name.endswith(".nii.gz"):
-            raise ConfigError(f"output={target}: label maps are written as .nii.gz; give the file that ending.")
+        if not target.name.endswith((".nii.gz", ".dcm")):
+            raise ConfigError(f"output={target}: label maps are written as .nii.gz or .dcm; give the file that ending.")
+        if target.name.endswith(".dcm") and target.resolve().parent in folders:
+            raise ConfigError(f"output={target}: this is the folder of the scan's slices; choose another folder.")
         if os.path.isdir(target):
             raise ConfigError(f"output={target}: this is a folder, where a file is to be written; choose another name.")
     for folder in dict.fromkeys(target.parent for target in targets):

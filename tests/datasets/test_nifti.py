@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import SimpleITK as sitk
 
-from medckpt.datasets.reading import read_grid, read_label, read_volume, write_label
+from medckpt.datasets.reading import files_of, read_grid, read_label, read_volume, write_label
 from medckpt.errors import DataError, GeometryError
 from medckpt.geometry import Grid, grid_difference_mm, same_grid, shear
 from tests.conftest import shared_data
@@ -288,18 +288,35 @@ def test_itk_formats_agree_with_nifti(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_voxels_in_a_second_file_are_refused(tmp_path: Path, compressed: bool) -> None:
-    image = sitk.GetImageFromArray(np.zeros((3, 4, 5), np.int16))
-    sitk.WriteImage(image, str(tmp_path / "a.mhd"), compressed)
+def test_voxels_in_a_file_beside_the_header(tmp_path: Path, compressed: bool) -> None:
+    array = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
+    sitk.WriteImage(sitk.GetImageFromArray(array), str(tmp_path / "a.mhd"), compressed)
     shutil.copy(tmp_path / "a.mhd", tmp_path / "b.mha")
     (tmp_path / "c.nrrd").write_text(
-        "NRRD0004\ntype: short\ndimension: 3\nsizes: 5 4 3\nencoding: raw\nendian: little\ndata file: a.raw\n"
+        "NRRD0004\ntype: short\ndimension: 3\nsizes: 5 4 3\nencoding: raw\nendian: little\n"
+        "space: left-posterior-superior\nspace directions: (1,0,0) (0,1,0) (0,0,1)\ndata file: a.raw\n"
     )
-    assert sitk.ReadImage(str(tmp_path / "a.mhd")).GetSize() == (5, 4, 3)
-    for name in ("a.mhd", "b.mha", "c.nrrd"):
-        for read in (read_volume, read_label, read_grid):
-            with pytest.raises(DataError, match=rf"{name}: the voxels lie in another file \(a\.z?raw\).*\.nii\.gz"):
-                read(tmp_path / name)
+    voxels = tmp_path / ("a.zraw" if compressed else "a.raw")
+    for name in ("a.mhd", "b.mha") if compressed else ("a.mhd", "b.mha", "c.nrrd"):
+        np.testing.assert_array_equal(read_volume(tmp_path / name).array, array.transpose(2, 1, 0))
+        assert files_of(tmp_path / name) == [tmp_path / name, voxels]
+    voxels.write_bytes(voxels.read_bytes()[:-7])
+    with pytest.raises(DataError, match=r"a\.mhd"):
+        read_volume(tmp_path / "a.mhd")
+    voxels.unlink()
+    for read in (read_volume, read_label, read_grid):
+        with pytest.raises(DataError, match=rf"a\.mhd: the voxels are not there; put {voxels.name} beside it"):
+            read(tmp_path / "a.mhd")
+
+
+@pytest.mark.parametrize("named", ["/etc/passwd", "../a.raw", "LIST", "slice%03d.raw 1 3 1"])
+def test_voxels_elsewhere_are_refused(tmp_path: Path, named: str) -> None:
+    sitk.WriteImage(sitk.GetImageFromArray(np.zeros((3, 4, 5), np.int16)), str(tmp_path / "a.mhd"))
+    path = tmp_path / "a.mhd"
+    path.write_text(path.read_text().replace("a.raw", named))
+    with pytest.raises(DataError, match=r"a\.mhd: the voxels lie elsewhere \(.*\).*a\.mha"):
+        read_volume(path)
+    assert files_of(path) == [path]
 
 
 def test_itk_files_that_are_refused(tmp_path: Path) -> None:
