@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from medckpt.blocks import DicomConfig
 from medckpt.datasets.dicom import read_dicom, read_dicom_grid
-from medckpt.datasets.dicom_series import is_dicom_file
+from medckpt.datasets.dicom_series import is_dicom_file, series_files
 from medckpt.datasets.nifti import (
     NIFTI_SUFFIXES,
     read_nifti,
@@ -34,25 +35,28 @@ _HEADER_BYTES = 65536  # what is searched for the name of the voxels' file
 _META_VOXELS = re.compile(rb"^ElementDataFile[ \t]*[=:][ \t]*([^\r\n]*)", re.MULTILINE)
 _NRRD_VOXELS = re.compile(rb"^data ?file:[ \t]*([^\r\n]*)", re.MULTILINE | re.IGNORECASE)
 
+_REFUSE = DicomConfig()
+
 logger = logging.getLogger("medckpt")
 
 
-def read_volume(path: Path) -> Volume:
+def read_volume(path: Path, dicom: DicomConfig = _REFUSE) -> Volume:
     """Reads one image in its real units (HU for CT).
 
     Args:
         path: a .nii, .nii.gz, .nrrd, .mha or .mhd file; a folder that holds one DICOM series; or one DICOM file, which
             stands for the series it belongs to in its folder.
+        dicom: how an irregular DICOM series is read.
 
     Returns:
-        float32 (X, Y, Z) in the index order of its RAS mm affine.
+        (X, Y, Z) in the index order of its RAS mm affine: float32, or int16 for a DICOM series that fits into it.
 
     Raises:
         DataError: missing, unreadable, or not one 3D image of finite numbers; the message names file and way out.
         GeometryError: the voxels cannot be placed without guessing.
     """
     if _is_dicom(path):
-        volume = read_dicom(path)
+        volume = read_dicom(path, dicom)
     else:
         array, grid = _read_file(path, floating=True)
         volume = Volume(array=array, affine=grid.affine, source=path)
@@ -81,16 +85,21 @@ def read_label(path: Path) -> Volume:
     return Volume(array=_whole_numbers(array, path), affine=grid.affine, source=path)
 
 
-def read_grid(path: Path) -> Grid:
+def read_grid(path: Path, dicom: DicomConfig = _REFUSE) -> Grid:
     """Returns the grid that `read_volume` or `read_label` would give, without decoding voxels where that is possible.
 
     Raises as `read_volume`.
     """
     if _is_dicom(path):
-        return read_dicom_grid(path)
+        return read_dicom_grid(path, dicom)
     if path.name.lower().endswith(NIFTI_SUFFIXES):
         return read_nifti_grid(path)
     return _itk_grid(path)
+
+
+def source_files(path: Path) -> list[Path]:
+    """Returns the files that reading `path` depends on: itself, or all that a DICOM series may be made of."""
+    return series_files(path) if path.is_dir() or (image_stem(path.name) is None and is_dicom_file(path)) else [path]
 
 
 def write_label(path: Path, array: np.ndarray, grid: Grid) -> None:
@@ -184,6 +193,8 @@ def _itk_unreadable(path: Path, error: RuntimeError) -> str:
 
 
 def _require_finite(array: np.ndarray, path: Path) -> None:
+    if array.dtype.kind != "f":
+        return
     # A sum is finite unless something in it is not (or it overflows): one cheap pass over the usual, clean volume.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(array.sum(dtype=np.float64)):
