@@ -31,7 +31,7 @@ class Predictor:
 
     def predict(self, case: Case) -> tuple[np.ndarray, list[Volume]]:
         """Returns the label map (X, Y, Z) on the grid of the case's first channel, and the channels as read."""
-        volumes = read_images(case)
+        volumes = read_images(case, self.config.data.dicom)
         return self.predict_volumes(volumes), volumes
 
     def predict_volumes(self, volumes: Sequence[Volume]) -> np.ndarray:
