@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from medckpt.errors import ConfigError
@@ -26,6 +26,20 @@ def _unless(condition: bool, problem: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DicomConfig:
+    """What to do with a DICOM series that is no even, rectangular stack; what was done is recorded per case."""
+
+    tilt: Literal["refuse", "resample"] = "refuse"
+    """Slices shifted in their plane (gantry tilt): `resample` them linearly to an orthogonal grid."""
+    gaps: Literal["refuse", "interpolate"] = "refuse"
+    """Missing slices: `interpolate` them linearly between their neighbours."""
+    duplicates: Literal["refuse", "first", "last"] = "refuse"
+    """Several images at one position: the one acquired `first` or `last`. Equal copies are dropped in any case."""
+    spacing: Literal["refuse", "resample"] = "refuse"
+    """Uneven distances between slices: `resample` linearly to even ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Which cases, and how their voxels become the network's numbers."""
 
@@ -45,6 +59,8 @@ class DataConfig:
     """Labels on another grid than their image: refused, or resampled onto the image's grid (and named)."""
     validation: int | float | tuple[str, ...] = 0.2
     """Patients kept for validation: a share, a number, or their names."""
+    dicom: DicomConfig = field(default_factory=DicomConfig)
+    """How irregular DICOM series are read."""
 
     def __post_init__(self) -> None:
         _rules(

@@ -25,6 +25,7 @@ from medckpt.help import HELP, RECIPES, TOP
 
 INTERRUPTED = 130
 DOES_NOT_FIT = 3
+DICOM_KEYS = tuple(f"data.dicom.{key}" for key in ("tilt", "gaps", "duplicates", "spacing"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -264,8 +265,8 @@ def _profile(words: list[str]) -> int:
 
 def _predict(words: list[str]) -> int:
     as_json = parse.take_flag(words, "--json")
-    optional = ("weights", "format", "seg_type")
-    keys = parse.read_keys("predict", words, required=("run", "input", "output"), optional=optional)
+    own = ("weights", "format", "seg_type", *DICOM_KEYS)
+    keys = parse.read_keys("predict", words, required=("run", "input", "output"), optional=own)
     from medckpt import run_folder
     from medckpt.inference.inputs import require_input
 
@@ -274,7 +275,8 @@ def _predict(words: list[str]) -> int:
     from medckpt import console, run
 
     console.speak_on(stderr=as_json)
-    choices: dict[str, Any] = {key: keys[key] for key in optional if key in keys}
+    choices: dict[str, Any] = {key: keys[key] for key in own if key in keys and key not in DICOM_KEYS}
+    choices["dicom"] = {key.removeprefix("data.dicom."): keys[key] for key in DICOM_KEYS if key in keys}
     files = run.predict(Path(keys["run"]), Path(keys["input"]), Path(keys["output"]), **choices)
     if as_json:
         print(json.dumps([str(file) for file in files]))

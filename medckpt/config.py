@@ -11,6 +11,7 @@ from typing import Any, Literal
 from medckpt import allowance, profiles, search_path, typed
 from medckpt.blocks import (
     DataConfig,
+    DicomConfig,
     LossConfig,
     OptimizerConfig,
     SamplerConfig,
@@ -309,6 +310,7 @@ def _siblings(dotted: str) -> list[str]:
     blocks: dict[str, tuple[type, ...]] = {"": (RunConfig,), "model": networks, "memory": (MemoryProfile,)}
     for block in (DataConfig, SamplerConfig, LossConfig, OptimizerConfig, TrainerConfig):
         blocks[block.__name__.removesuffix("Config").lower()] = (block,)
+    blocks["data.dicom"] = (DicomConfig,)
     parent = dotted.rpartition(".")[0]
     return sorted({item.name for kind in blocks.get(parent, (RunConfig,)) for item in dataclasses.fields(kind)})
 

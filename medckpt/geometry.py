@@ -111,6 +111,8 @@ class Volume:
     array: np.ndarray
     affine: np.ndarray
     source: Path
+    notes: tuple[str, ...] = ()
+    """What was done to the source to put it on this grid, or is to be known of its values; empty for a plain scan."""
 
     @property
     def grid(self) -> Grid:

@@ -22,6 +22,7 @@ medckpt train resume=RUN [key=value ...]      go on with a run that was interrup
 Data      data=PATH         an nnU-Net or MSD folder (dataset.json), PATIENT/ folders with a DICOM series and a
                             NIfTI label, or images/ + labels/; without it the recipe's own (swin_ct: a phantom)
           data.spacing_mm=[1,1,2]   data.validation=0.2 | 5 | [name,name]
+          data.dicom.tilt=resample  data.dicom.gaps=interpolate  (irregular DICOM series; refused by default)
 Memory    budget=8GiB|auto|min      plan the fastest exact step within these bytes (auto: what the device has)
           activation_ckpt=none|block|all   precision=auto|32|bf16-mixed|16-mixed   memory=auto|cpu|NAME|FILE.yaml
 Size      sampler.patch_size=[96,96,96]    sampler.patches_per_step=4   trainer.accumulate=2
@@ -34,7 +35,7 @@ Hydra's own flags work too: --cfg job prints the whole configuration, -m sweeps 
 """
 
 PREDICT = """\
-medckpt predict run=RUN input=PATH output=PATH [weights=best|last|FILE] [format=nifti|seg|both]
+medckpt predict run=RUN input=PATH output=PATH [weights=best|last|FILE] [format=nifti|seg|both] [data.dicom.KEY=VALUE]
 
 input   a NIfTI, NRRD or MHA file, a DICOM series folder, or a folder of either; several channels of one scan are
         files CASE_0000.nii.gz, CASE_0001.nii.gz in a folder
@@ -42,6 +43,8 @@ output  a folder, or for one scan a file name that ends in .nii.gz or .dcm
 format  seg writes a DICOM Segmentation on the source series of DICOM scans (seg_type=binary|labelmap); default: what
         the name ends in, NIfTI in a folder
 The label maps lie on the scans' own grids: same shape, same affine. --json prints the files written.
+A tilted, gappy or uneven DICOM series is refused unless the run, or a word here, says what to do with it:
+data.dicom.tilt=resample, gaps=interpolate, duplicates=first|last, spacing=resample (docs/dicom.md).
 """
 
 EVALUATE = """\

@@ -6,6 +6,7 @@ import ctypes
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import sys
 from pathlib import Path
@@ -32,6 +33,26 @@ def cpu_count() -> int:
         if limit != "max":
             cores = min(cores, max(1, round(int(limit) / int(period))))
     return cores
+
+
+def available_bytes() -> int | None:
+    """Returns how much memory this process may still take, by the system's and the container's count; None if unknown.
+
+    An address space limit (`ulimit -v`) shows when memory is asked for, not here.
+    """
+    facts = Path("/proc/meminfo")
+    if not facts.is_file():
+        return None
+    lines = dict(line.split(":", 1) for line in facts.read_text().splitlines() if ":" in line)
+    if "MemAvailable" not in lines:
+        return None
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
+        # What the container has read from disk counts as used, and is given back when asked for.
+        cached = re.search(r"^inactive_file (\d+)", (limit.parent / "memory.stat").read_text(), re.MULTILINE)
+        free = min(free, int(most) - int(used.read_text()) + (int(cached.group(1)) if cached else 0))
+    return max(0, free)
 
 
 def load_of_others() -> float | None:

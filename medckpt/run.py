@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from medckpt import console, machine, plan_screen, run_folder, step_memory, typed
+from medckpt.blocks import DicomConfig
 from medckpt.config import RunConfig, resolve_device
 from medckpt.datasets import phantom
 from medckpt.datasets.layouts import Case, Dataset, open_dataset
@@ -74,7 +76,7 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
     else:
         training, validation = split_patients(dataset.cases, config.data.validation, config.seed)
     if config.data.spacing_mm is None:
-        spacing = median_spacing(training, config.data.shear)
+        spacing = median_spacing(training, config.data)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, spacing_mm=spacing))
     console.data(dataset, config, training, validation)
     prepared_training = _prepare(training, dataset, config, "training cases")
@@ -83,6 +85,7 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
     task = Task(channels=len(dataset.channel_names), classes=len(dataset.labels))
     planned = step_memory.plan_step(config, task, network)
     folder = resume or run_folder.make(config, dataset, training, validation, facts)
+    run_folder.note_reading(folder, [*prepared_training, *prepared_validation])
     console.start(folder, config, device, network)
     step_memory.note_plan(planned, folder)
     note_peak = step_memory.foresee(config, task, network, folder, device, planned.forecast if planned else None)
@@ -155,6 +158,7 @@ def predict(
     weights: str = "best",
     format: export.Format | None = None,
     seg_type: SegType = "binary",
+    dicom: Mapping[str, str] | None = None,
 ) -> list[Path]:
     """Segments one scan or a folder of scans with a trained run; the label maps lie on the scans' own grids.
 
@@ -165,12 +169,14 @@ def predict(
         weights: `best`, `last`, or the path of a weights file.
         format: `nifti`, `seg` (DICOM Segmentation, for DICOM scans) or `both`; by default what `output` ends in.
         seg_type: `binary` or `labelmap`; see `write_dicom_seg`.
+        dicom: keys of `data.dicom` that are other than in the run, such as {"tilt": "resample"}.
 
     Returns:
         The files written.
     """
     export.check_words(format, seg_type)
-    predictor, codes = load_predictor(Path(run), weights), run_folder.load_facts(Path(run)).codes
+    predictor = load_predictor(Path(run), weights, dicom)
+    codes = run_folder.load_facts(Path(run)).codes
     cases = find_inputs(Path(input_path), predictor.channels)
     targets = export.find_targets(Path(output), cases, format)
     files = [file for of_case in targets for file in of_case]
@@ -261,9 +267,12 @@ def class_indices(dataset: Dataset) -> dict[str, int]:
     return {name: ranks[dataset.labels[name]] for name in dataset.classes}
 
 
-def load_predictor(run: Path, weights: str = "best") -> Predictor:
-    """Returns a run's network with its weights, ready to predict; `weights` as in `predict`."""
+def load_predictor(run: Path, weights: str = "best", dicom: Mapping[str, str] | None = None) -> Predictor:
+    """Returns a run's network with its weights, ready to predict; `weights` and `dicom` as in `predict`."""
     config, facts = run_folder.load_config(run), run_folder.load_facts(run)
+    if dicom:
+        block = typed.read(DicomConfig, typed.to_plain(config.data.dicom) | dict(dicom), "data.dicom")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, dicom=block))
     path = run / "weights" / f"{weights}.ckpt" if weights in ("best", "last") else Path(weights)
     if weights == "best" and not path.is_file() and not (run / "metrics.json").is_file():
         path = run / "weights" / "last.ckpt"

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from medckpt import machine, typed
 from medckpt.config import RunConfig, from_plain
 from medckpt.datasets.dataset_json import read_dataset_json
 from medckpt.datasets.layouts import Case, Dataset
+from medckpt.datasets.prepare import PreparedCase
 from medckpt.datasets.segment_codes import SegmentCode
 from medckpt.errors import ConfigError, DataError, listing
 from medckpt.files import write_json, write_text
@@ -61,6 +63,13 @@ def note_memory(run: Path, facts: dict[str, Any]) -> dict[str, Any]:
     if machine.rank() == 0:
         write_json(file, memory)
     return memory
+
+
+def note_reading(run: Path, cases: Sequence[PreparedCase]) -> None:
+    """Writes reading.json: per case, what `data.dicom` had done to it; no file where every scan is as stored."""
+    notes = {case.name: list(case.notes) for case in cases if case.notes}
+    if notes and machine.rank() == 0:
+        write_json(run / "reading.json", notes)
 
 
 def save_config(run: Path, config: RunConfig) -> None:

@@ -21,13 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from medckpt import typed
 from medckpt.blocks import DataConfig
 from medckpt.datasets.layouts import Case, Dataset
-from medckpt.datasets.reading import Shear, files_of, read_grid, read_label, read_volume
+from medckpt.datasets.reading import image_stem, read_grid, read_label, read_volume, source_files
 from medckpt.errors import DataError, listing
 from medckpt.geometry import Grid, Volume, canonical_grid, grid_difference_mm, resample, same_grid
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the same source and settings would give other numbers."""
 
 VOXELS_PER_CLASS = 4096
@@ -52,6 +53,8 @@ class PreparedCase:
     folder: Path
     source: Case
     grid: Grid
+    notes: tuple[str, ...] = ()
+    """What was done to the channels to put them on one even grid; see `Volume.notes`."""
 
     def image(self) -> np.ndarray:
         """Returns the image, (C, X, Y, Z) float32, as a read-only memory map."""
@@ -75,9 +78,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medckpt"
 
 
-def median_spacing(cases: Sequence[Case], shear: Shear = "refuse") -> tuple[float, float, float]:
+def median_spacing(cases: Sequence[Case], config: DataConfig | None = None) -> tuple[float, float, float]:
     """Returns the median voxel size of the cases' first images along (x, y, z) of RAS, in mm."""
-    spacings = [canonical_grid(read_grid(case.images[0], shear=shear), None).spacing_mm for case in cases]
+    config = config or DataConfig()
+    grids = [read_grid(case.images[0], config.dicom, shear=config.shear) for case in cases]
+    spacings = [canonical_grid(grid, None).spacing_mm for grid in grids]
     x, y, z = np.round(np.median(spacings, axis=0), 4)
     return float(x), float(y), float(z)
 
@@ -128,7 +133,7 @@ def _prepare_case(case: Case, dataset: Dataset, config: DataConfig, root: Path) 
             shutil.rmtree(temporary, ignore_errors=True)
     facts = json.loads((folder / "grid.json").read_text())
     grid = Grid(shape=tuple(facts["shape"]), affine=np.array(facts["affine"]))
-    return PreparedCase(name=case.name, folder=folder, source=case, grid=grid)
+    return PreparedCase(name=case.name, folder=folder, source=case, grid=grid, notes=tuple(facts["notes"]))
 
 
 def _move_into_place(temporary: Path, folder: Path) -> None:
@@ -163,14 +168,15 @@ def _write_case(case: Case, dataset: Dataset, config: DataConfig, folder: Path) 
             places = np.sort(generator.choice(places, VOXELS_PER_CLASS, replace=False))
         voxels[str(value)] = np.stack(np.unravel_index(places, on_grid.shape), axis=1).astype(np.int32)
     np.savez(folder / "voxels.npz", **voxels)
-    facts = {"case": case.name, "shape": list(grid.shape), "affine": grid.affine.tolist()}
+    notes = [note for volume in volumes for note in volume.notes]
+    facts = {"case": case.name, "shape": list(grid.shape), "affine": grid.affine.tolist(), "notes": notes}
     (folder / "grid.json").write_text(json.dumps(facts))
 
 
 def read_images(case: Case, config: DataConfig | None = None) -> list[Volume]:
     """Reads a case's channels, which must lie on one grid; `config` says what is done with faults (else refused)."""
     config = config or DataConfig()
-    volumes = [read_volume(path, shear=config.shear) for path in case.images]
+    volumes = [read_volume(path, config.dicom, shear=config.shear) for path in case.images]
     for path, volume in zip(case.images[1:], volumes[1:], strict=True):
         if not same_grid(volumes[0].grid, volume.grid):
             raise DataError(
@@ -266,8 +272,10 @@ def _digest(case: Case, labels: Mapping[str, int], config: DataConfig) -> str:
     parts: list[object] = [FORMAT, config.spacing_mm, config.intensity, sorted(labels.values())]
     parts += [config.window_hu if config.intensity == "window" else config.clip_percentiles]
     parts += [config.shear, config.label_grid]
+    if any(path.is_dir() or image_stem(path.name) is None for path in case.images):
+        parts.append(typed.to_plain(config.dicom))
     for path in (*case.images, case.label):
-        for file in files_of(path) if path is not None else ():
-            status = file.stat()
+        for file in source_files(path) if path else []:
+            status = file.lstat() if file.is_symlink() and not file.exists() else file.stat()
             parts += [str(file.resolve()), status.st_size, status.st_mtime_ns]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

@@ -12,9 +12,10 @@ from typing import Literal
 
 import numpy as np
 
+from medckpt.blocks import DicomConfig
 from medckpt.datasets.dicom import read_dicom, read_dicom_grid
 from medckpt.datasets.dicom_seg import is_dicom_seg, read_dicom_seg
-from medckpt.datasets.dicom_series import is_dicom_file
+from medckpt.datasets.dicom_series import is_dicom_file, series_files
 from medckpt.datasets.itk import ITK_SUFFIXES, read_itk, read_itk_grid, voxel_file
 from medckpt.datasets.nifti import (
     NIFTI_SUFFIXES,
@@ -36,19 +37,22 @@ LABEL_ROUNDING_TOLERANCE = 1e-3
 
 LARGEST_LABEL = 2**31 - 1
 
+_REFUSE = DicomConfig()
+
 logger = logging.getLogger("medckpt")
 
 
-def read_volume(path: Path, *, shear: Shear = "refuse") -> Volume:
+def read_volume(path: Path, dicom: DicomConfig = _REFUSE, *, shear: Shear = "refuse") -> Volume:
     """Reads one image in its real units (HU for CT).
 
     Args:
         path: a .nii, .nii.gz, .hdr (or .img), .nrrd, .mha or .mhd file; a folder that holds one DICOM series; or one
             DICOM file, which stands for the series it belongs to in its folder.
+        dicom: how an irregular DICOM series is read.
         shear: what is done with a file whose axes are sheared: `resample` interpolates it to `orthogonal_grid`.
 
     Returns:
-        float32 (X, Y, Z) in the index order of its RAS mm affine.
+        (X, Y, Z) in the index order of its RAS mm affine: float32, or int16 for a DICOM series that fits into it.
 
     Raises:
         DataError: missing, unreadable, or not one 3D image of finite numbers; the message names file and way out.
@@ -56,7 +60,7 @@ def read_volume(path: Path, *, shear: Shear = "refuse") -> Volume:
     """
     path = _header_of(path)
     if _is_dicom(path):
-        volume = read_dicom(path)
+        volume = read_dicom(path, dicom)
     else:
         array, grid = _read_file(path, floating=True, shear=shear)
         volume = Volume(array=array, affine=grid.affine, source=path)
@@ -96,22 +100,22 @@ def read_label(
     return Volume(array=_whole_numbers(array, path), affine=grid.affine, source=path)
 
 
-def read_grid(path: Path, *, shear: Shear = "refuse") -> Grid:
+def read_grid(path: Path, dicom: DicomConfig = _REFUSE, *, shear: Shear = "refuse") -> Grid:
     """Returns the grid that `read_volume` or `read_label` would give, without decoding voxels where that is possible.
 
     Raises as `read_volume`.
     """
     path = _header_of(path)
     if _is_dicom(path):
-        return read_dicom_seg(path).grid if path.is_file() and is_dicom_seg(path) else read_dicom_grid(path)
+        return read_dicom_seg(path).grid if path.is_file() and is_dicom_seg(path) else read_dicom_grid(path, dicom)
     grid = read_nifti_grid(path) if path.name.lower().endswith(NIFTI_SUFFIXES) else read_itk_grid(path)
     return _accepted(grid, path, shear)
 
 
-def files_of(path: Path) -> list[Path]:
-    """Returns the files that a scan or label is made of: a folder's, or a header and the file of its voxels."""
-    if path.is_dir():
-        return sorted(item for item in path.rglob("*") if item.is_file())
+def source_files(path: Path) -> list[Path]:
+    """Returns the files that reading `path` depends on: those of a DICOM series, or a header and its voxels."""
+    if path.is_dir() or (image_stem(path.name) is None and is_dicom_file(path)):
+        return series_files(path)
     path = _header_of(path)
     suffix = path.suffix.lower()
     if suffix in ITK_SUFFIXES:
@@ -183,6 +187,8 @@ def _header_of(path: Path) -> Path:
 
 
 def _require_finite(array: np.ndarray, path: Path) -> None:
+    if array.dtype.kind != "f":
+        return
     # A sum is finite unless something in it is not (or it overflows): one cheap pass over the usual, clean volume.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(array.sum(dtype=np.float64)):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from medckpt.datasets.dicom_series import is_dicom_file
 from medckpt.datasets.layouts import Case
-from medckpt.datasets.reading import files_of, image_stem
+from medckpt.datasets.reading import image_stem, source_files
 from medckpt.errors import ConfigError, DataError, listing
 
 _CHANNEL = re.compile(r"(?P<case>.+)_(?P<channel>[0-9]{4})")
@@ -42,7 +42,7 @@ def find_inputs(path: Path, channels: int) -> tuple[Case, ...]:
         raise DataError(f"input={path}: the folder is empty.")
     volumes = [item for item in entries if item.is_file() and _stem(item)]
     if volumes:
-        known = {file for volume in volumes for file in files_of(volume)}  # with the voxels of a header
+        known = {file for volume in volumes for file in source_files(volume)}  # with the voxels of a header
         dicom = [item.name for item in entries if item not in known and _holds_dicom(item)]
         if dicom:
             raise DataError(
