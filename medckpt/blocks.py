@@ -41,6 +41,8 @@ class DataConfig:
     """Where `zscore` cuts outliers off before it measures, in percent of a case's voxels."""
     validation: int | float | tuple[str, ...] = 0.2
     """Patients kept for validation: a share, a number, or their names."""
+    drop_failed: bool = False
+    """Whether a training leaves out the cases that cannot be used (named, and kept in split.json), or refuses."""
 
     def __post_init__(self) -> None:
         _rules(
