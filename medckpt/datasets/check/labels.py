@@ -93,7 +93,7 @@ def _unknown(unknown: list[int], case: CaseCheck, remap: Mapping[int, int]) -> F
 
 def _never(labels: Mapping[str, int], found: set[int]) -> list[Finding]:
     absent = [f"{name} ({value})" for name, value in labels.items() if value and value not in found]
-    if not absent or not found:
+    if not absent or not found - {0}:
         return []
     text = f"classes that occur in no label map: {listing(absent)}. A network cannot learn them."
     return [Finding(code="absent-label", severity="warn", text=text)]
