@@ -29,7 +29,7 @@ def shift_label(path: Path, x_mm: float) -> None:
 def test_a_clean_set_leaves_with_0_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = make_set(tmp_path / "set")
     assert main(["check", f"data={root}", f"report={tmp_path / 'out'}"]) == 0
-    screen = capsys.readouterr().out
+    screen = " ".join(capsys.readouterr().out.split())
     assert f"{root} (nnunet), 3 cases: 3 pass" in screen
     assert re.search(r"1 +bright +300 +3\.72 % +3", screen)
     page = (tmp_path / "out" / "report.html").read_text()
@@ -47,7 +47,7 @@ def test_a_failing_set_leaves_with_1_and_says_what_to_do(tmp_path: Path, capsys:
     write(image_of(root, 3), np.full(SHAPE, 7, np.int16))
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     assert main(["check", f"data={root}", f"report={tmp_path / 'out'}"]) == 1
-    screen = capsys.readouterr().out
+    screen = " ".join(capsys.readouterr().out.split())
     assert "6 cases: 3 pass, 1 with warnings, 2 fail" in screen
     assert re.search(r"fail +case_1 .*does not lie on its image's grid", screen)
     assert re.search(r"warn +case_2 .*the label map is empty", screen)
@@ -67,7 +67,7 @@ def test_many_findings_of_one_kind_are_one_row(tmp_path: Path, capsys: pytest.Ca
     for number in range(5):
         shift_label(label_of(root, number), 0.4)
     assert main(["check", f"data={root}", f"report={tmp_path / 'out'}"]) == 1
-    screen = capsys.readouterr().out
+    screen = " ".join(capsys.readouterr().out.split())
     assert screen.count("does not lie") == 1
     assert "5 cases" in screen
     assert "case_0, case_1, case_2, case_3, case_4. The first:" in screen

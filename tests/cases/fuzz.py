@@ -72,8 +72,8 @@ def make_mutants(root: Path, count: int, seed: int) -> None:
     for number in range(count):
         generator = np.random.default_rng([seed, number])
         name = f"{number:05d}"
-        label = nib.Nifti1Image(np.ones(SHAPE, np.uint8), np.eye(4)).to_bytes()
         kind = number % 8
+        label = _label(kind)
         if kind < 4:
             suffix = (".nii.gz", ".nii")[kind % 2]
             raw = Bytes(_nifti(generator))
@@ -144,6 +144,12 @@ def _honest_bytes(path: Path) -> int:
 
 
 # What is mutated, and how
+
+
+def _label(kind: int) -> bytes:
+    """A label map on the grid of the image that is to be mutated."""
+    shape, steps = (SHAPE, (-1.0, -1.0, 2.0, 1.0)) if kind < 4 else ((40, 36, SLICES), (-0.5, -1.0, 2.0, 1.0))
+    return nib.Nifti1Image(np.ones(shape, np.uint8), np.diag(steps)).to_bytes()
 
 
 def _nifti(generator: Generator) -> bytes:

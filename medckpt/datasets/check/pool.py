@@ -7,6 +7,7 @@ do both. A script that comes here needs the `if __name__ == "__main__"` guard, a
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -131,6 +132,8 @@ def _start(function: Callable[[Any], Any]) -> _Worker:
 
 def _serve(pipe: connection.Connection, function: Callable[[Any], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
+    # Libraries complain of damaged bytes in words of their own, file by file; what counts comes back in the results.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     pipe.send(_READY)
     while True:
         try:
