@@ -75,13 +75,7 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
     device = resolve_device(typed.to_plain(config))
     facts = machine.prepare_machine(device)
     dropped: dict[str, str] = {}
-    dataset = open_data(config, dropped)
-    if resume:
-        run_folder.prepare_resume(resume, config, dataset)
-        training, validation = run_folder.load_split(resume, dataset)
-    else:
-        dataset = _pass_quick_check(dataset, config, dropped)
-        training, validation = split_patients(dataset.cases, config.data.validation, config.seed)
+    dataset, training, validation = _choose_cases(config, resume, dropped)
     if config.data.spacing_mm is None:
         spacing = median_spacing(training)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, spacing_mm=spacing))
@@ -307,6 +301,18 @@ def _prepare(
     if not prepared:
         raise DataError(f"of the {what} none is left.\n{unusable(failed or {}, len(dataset.cases))}")
     return prepared
+
+
+def _choose_cases(
+    config: RunConfig, resume: Path | None, dropped: dict[str, str]
+) -> tuple[Dataset, tuple[Case, ...], tuple[Case, ...]]:
+    """Opens the data and gives its training and validation cases; those that fail at a glance go into `dropped`."""
+    dataset = open_data(config, None if resume else dropped)
+    if resume:
+        run_folder.prepare_resume(resume, config, dataset)
+        return dataset, *run_folder.load_split(resume, dataset)
+    dataset = _pass_quick_check(dataset, config, dropped)
+    return dataset, *split_patients(dataset.cases, config.data.validation, config.seed)
 
 
 def _pass_quick_check(dataset: Dataset, config: RunConfig, dropped: dict[str, str]) -> Dataset:
