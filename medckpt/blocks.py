@@ -59,6 +59,8 @@ class DataConfig:
     """Labels on another grid than their image: refused, or resampled onto the image's grid (and named)."""
     validation: int | float | tuple[str, ...] = 0.2
     """Patients kept for validation: a share, a number, or their names."""
+    drop_failed: bool = False
+    """Whether a training leaves out the cases that cannot be used (named, and kept in split.json), or refuses."""
     dicom: DicomConfig = field(default_factory=DicomConfig)
     """How irregular DICOM series are read."""
 

@@ -26,12 +26,15 @@ from medckpt.help import HELP, RECIPES, TOP
 INTERRUPTED = 130
 DOES_NOT_FIT = 3
 DICOM_KEYS = tuple(f"data.dicom.{key}" for key in ("tilt", "gaps", "duplicates", "spacing"))
+FAILED = 1
+"""What `check` leaves with if a case fails."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code.
 
-    0 done, 1 our fault, 2 bad input (or an output that cannot be written), 3 does not fit, 130 interrupted.
+    0 done, 1 our fault (of `check`: a case fails), 2 bad input (or an output that cannot be written), 3 does not fit,
+    130 interrupted.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter of a path is no reason to stop
@@ -67,6 +70,7 @@ def _run(words: list[str]) -> int:
     verbs: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "plan": _plan,
+        "check": _check,
         "predict": _predict,
         "evaluate": _evaluate,
         "recipes": _recipes,
@@ -249,6 +253,23 @@ def _plan(words: list[str]) -> int:
     if as_json:
         print(json.dumps(planned.to_dict()))
     return 0 if planned.chosen.fits != "no" else DOES_NOT_FIT
+
+
+def _check(words: list[str]) -> int:
+    as_json = parse.take_flag(words, "--json")
+    keys = parse.read_check(words)
+    from medckpt import console, run_check, typed
+
+    console.speak_on(stderr=as_json)
+    if keys.fixes:
+        changes = run_check.fix(keys.data, keys.output, keys.fixes, remap=keys.remap)
+        if as_json:
+            print(json.dumps(typed.to_plain(changes)))
+        return 0
+    checked = run_check.check(keys.data, report=keys.report)
+    if as_json:
+        print(json.dumps(run_check.to_dict(checked)))
+    return FAILED if checked.failed else 0
 
 
 def _profile(words: list[str]) -> int:

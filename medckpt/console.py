@@ -64,6 +64,16 @@ def data(dataset: Dataset, config: RunConfig, training: Sequence[Case], validati
     )
 
 
+def dropped(cases: dict[str, str]) -> None:
+    """Names the cases that a training leaves out (data.drop_failed)."""
+    if cases:
+        OUT.print(f"[bold yellow]Left out:[/] {len(cases)} cases that cannot be used (kept in split.json):")
+    for name, reason in list(cases.items())[:10]:
+        OUT.print(f"  {escape(name)}: {escape(reason.removeprefix(f'{name}: '))}")
+    if len(cases) > 10:
+        OUT.print(f"  and {len(cases) - 10} more")
+
+
 def start(folder: Path, config: RunConfig, device: str, network: nn.Module) -> None:
     """Says what is about to be trained, and where it goes."""
     parameters = sum(parameter.numel() for parameter in network.parameters()) / 1e6

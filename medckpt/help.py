@@ -5,6 +5,7 @@ medckpt trains 3D segmentation networks on CT and MR, from DICOM or NIfTI to Dic
 
   medckpt train recipe=swin_ct                        train on the built-in phantom CT (no data needed)
   medckpt train recipe=swin_mr data=/data/hippocampus train on your own data
+  medckpt check data=/data/hippocampus                look at every case before a training does
   medckpt plan recipe=swin_ct memory=a100_40gb        what a step takes on that card, and what fits; no GPU, no data
   medckpt predict run=RUN input=SCAN output=FOLDER    segment a NIfTI file, a DICOM series or a folder of them
   medckpt evaluate run=RUN data=/data/other           score a trained run
@@ -21,7 +22,7 @@ medckpt train resume=RUN [key=value ...]      go on with a run that was interrup
 
 Data      data=PATH         an nnU-Net or MSD folder (dataset.json), PATIENT/ folders with a DICOM series and a
                             NIfTI label, or images/ + labels/; without it the recipe's own (swin_ct: a phantom)
-          data.spacing_mm=[1,1,2]   data.validation=0.2 | 5 | [name,name]
+          data.spacing_mm=[1,1,2]   data.validation=0.2 | 5 | [name,name]   data.drop_failed=true (default: refuse)
           data.dicom.tilt=resample  data.dicom.gaps=interpolate  (irregular DICOM series; refused by default)
 Memory    budget=8GiB|auto|min      plan the fastest exact step within these bytes (auto: what the device has)
           activation_ckpt=none|block|all   precision=auto|32|bf16-mixed|16-mixed   memory=auto|cpu|NAME|FILE.yaml
@@ -32,6 +33,25 @@ Output    output=FOLDER     the run folder is made in it (default: runs)
 
 Hydra's own flags work too: --cfg job prints the whole configuration, -m sweeps (seed=0,1,2), --info.
 --json prints metrics.json at the end and nothing else on standard output.
+"""
+
+CHECK = """\
+medckpt check data=PATH [report=FOLDER]                                    pass, warn or fail for every case
+medckpt check data=PATH fix=geometry|labels|orthonormal output=FOLDER      write a corrected copy
+
+Reads every case and says what is wrong and what to do: geometry (image against label, channels, spacing), NaN and
+constant images, label values that dataset.json does not list, intensities stored as labels, empty labels, one scan or
+patient under two names, organs on the wrong side (a suspicion), disk and memory that preparing takes.
+
+data    a data set as `medckpt train` takes it, or one scan: a file, or a folder of DICOM slices
+report  folder for report.html and check.json (default: checks/NAME-DIGEST)
+fix     one or more, by commas; what is not certain is refused by name, and the data themselves are never touched
+        geometry     a label less than a voxel off its image gets the image's geometry, any other is resampled onto it
+        labels       label values by a table: fix=labels remap={4:3}
+        orthonormal  NIfTI axes that are slightly sheared become rectangular; voxels stay as they are
+output  a new folder for the whole corrected copy
+--json prints the facts of the report and nothing else on standard output.
+Exit code: 0 no case fails (warnings are allowed), 1 a case fails, 2 for what is wrong with the words or the folder.
 """
 
 PREDICT = """\
@@ -90,6 +110,7 @@ into any command as memory=./FILE.yaml. --json prints the figures.
 HELP = {
     "train": TRAIN,
     "plan": PLAN,
+    "check": CHECK,
     "predict": PREDICT,
     "evaluate": EVALUATE,
     "recipes": RECIPES,

@@ -15,10 +15,19 @@ from medckpt import console, machine, plan_screen, run_folder, step_memory, type
 from medckpt.blocks import DicomConfig
 from medckpt.config import RunConfig, resolve_device
 from medckpt.datasets import phantom
-from medckpt.datasets.layouts import Case, Dataset, open_dataset
-from medckpt.datasets.prepare import PreparedCase, median_spacing, prepare, read_case_label
+from medckpt.datasets.check.quick import failing_cases
+from medckpt.datasets.layouts import Case, Dataset, Fault, open_dataset
+from medckpt.datasets.prepare import (
+    PreparedCase,
+    is_prepared,
+    median_spacing,
+    prepare,
+    read_case_label,
+    unusable,
+)
 from medckpt.datasets.reading import write_label
 from medckpt.datasets.split import split_patients
+from medckpt.errors import DataError
 from medckpt.files import write_json
 from medckpt.geometry import canonical_grid, resample
 from medckpt.inference import export
@@ -69,22 +78,21 @@ def train(config: RunConfig, *, resume: Path | None = None, command: str = "") -
 
     device = resolve_device(typed.to_plain(config))
     facts = machine.prepare_machine(device)
-    dataset = open_data(config)
-    if resume:
-        run_folder.prepare_resume(resume, config, dataset)
-        training, validation = run_folder.load_split(resume, dataset)
-    else:
-        training, validation = split_patients(dataset.cases, config.data.validation, config.seed)
+    dropped: dict[str, str] = {}
+    dataset, training, validation = _choose_cases(config, resume, dropped)
     if config.data.spacing_mm is None:
         spacing = median_spacing(training, config.data)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, spacing_mm=spacing))
     console.data(dataset, config, training, validation)
-    prepared_training = _prepare(training, dataset, config, "training cases")
-    prepared_validation = _prepare(validation, dataset, config, "validation cases")
+    failed = dropped if config.data.drop_failed and not resume else None
+    prepared_training = _prepare(training, dataset, config, "training cases", failed)
+    prepared_validation = _prepare(validation, dataset, config, "validation cases", failed)
+    training, validation = _left(training, dropped), _left(validation, dropped)
+    console.dropped(dropped)
     network = make_network(config, dataset, device)
     task = Task(channels=len(dataset.channel_names), classes=len(dataset.labels))
     planned = step_memory.plan_step(config, task, network)
-    folder = resume or run_folder.make(config, dataset, training, validation, facts)
+    folder = resume or run_folder.make(config, dataset, training, validation, facts, dropped)
     run_folder.note_reading(folder, [*prepared_training, *prepared_validation])
     console.start(folder, config, device, network)
     step_memory.note_plan(planned, folder)
@@ -240,10 +248,17 @@ def evaluate_cases(
     return scores
 
 
-def open_data(config: RunConfig) -> Dataset:
-    """Opens the data set that a configuration names; the built-in phantom is made if it is not there yet."""
+def open_data(config: RunConfig, dropped: dict[str, str] | None = None) -> Dataset:
+    """Opens the data set that a configuration names; the built-in phantom is made if it is not there yet.
+
+    With data.drop_failed, cases that are not in order are left out, and put into `dropped` with the reason.
+    """
     if config.data.path != "phantom":
-        return open_dataset(Path(config.data.path))
+        faults: list[Fault] | None = [] if config.data.drop_failed else None
+        dataset = open_dataset(Path(config.data.path), faults=faults)
+        if dropped is not None:
+            dropped |= dict(faults or ())
+        return dataset
     with console.bar("make the phantom CT", None) as advance:
         return open_dataset(phantom.make_phantom(phantom.phantom_folder(), progress=lambda done, total: advance()))
 
@@ -295,7 +310,44 @@ def load_predictor(run: Path, weights: str = "best", dicom: Mapping[str, str] | 
     )
 
 
-def _prepare(cases: tuple[Case, ...], dataset: Dataset, config: RunConfig, what: str) -> tuple[PreparedCase, ...]:
+def _prepare(
+    cases: tuple[Case, ...], dataset: Dataset, config: RunConfig, what: str, failed: dict[str, str] | None
+) -> tuple[PreparedCase, ...]:
     with console.bar(f"prepare {what}", len(cases)) as advance:
         threads = machine.cpu_count()
-        return prepare(cases, dataset, config.data, threads=threads, progress=lambda done, total: advance())
+        prepared = prepare(
+            cases, dataset, config.data, threads=threads, progress=lambda done, total: advance(), failed=failed
+        )
+    if not prepared:
+        raise DataError(f"of the {what} none is left.\n{unusable(failed or {}, len(dataset.cases))}")
+    return prepared
+
+
+def _choose_cases(
+    config: RunConfig, resume: Path | None, dropped: dict[str, str]
+) -> tuple[Dataset, tuple[Case, ...], tuple[Case, ...]]:
+    """Opens the data and gives its training and validation cases; those that fail at a glance go into `dropped`."""
+    dataset = open_data(config, None if resume else dropped)
+    if resume:
+        run_folder.prepare_resume(resume, config, dataset)
+        return dataset, *run_folder.load_split(resume, dataset)
+    dataset = _pass_quick_check(dataset, config, dropped)
+    return dataset, *split_patients(dataset.cases, config.data.validation, config.seed)
+
+
+def _pass_quick_check(dataset: Dataset, config: RunConfig, dropped: dict[str, str]) -> Dataset:
+    """Looks at headers and grids before anything long begins; what fails is refused by name, or left out if told to."""
+    cases = [case for case in dataset.cases if not is_prepared(case, dataset, config.data)]
+    with console.bar("check headers", None) as advance:
+        failed = failing_cases(cases, threads=machine.cpu_count(), progress=lambda done, total: advance())
+    if failed and not config.data.drop_failed:
+        raise DataError(unusable(failed, len(dataset.cases)))
+    dropped |= failed
+    left = _left(dataset.cases, failed)
+    if not left:
+        raise DataError(unusable(dropped, len(dropped)))
+    return dataclasses.replace(dataset, cases=left)
+
+
+def _left(cases: tuple[Case, ...], dropped: dict[str, str]) -> tuple[Case, ...]:
+    return tuple(case for case in cases if case.name not in dropped)

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,18 @@ FOLDER_VARIABLE = "MEDCKPT_RUN_FOLDER"
 Cases = tuple[Case, ...]
 
 
-def make(config: RunConfig, dataset: Dataset, training: Cases, validation: Cases, facts: dict[str, Any]) -> Path:
-    """Makes OUTPUT/<recipe>-<date>-<hash> with all that the run needs to be understood and resumed."""
+def make(
+    config: RunConfig,
+    dataset: Dataset,
+    training: Cases,
+    validation: Cases,
+    facts: dict[str, Any],
+    dropped: Mapping[str, str] | None = None,
+) -> Path:
+    """Makes OUTPUT/<recipe>-<date>-<hash> with all that the run needs to be understood and resumed.
+
+    `dropped` are the cases that were left out (data.drop_failed), each with its reason; split.json keeps them.
+    """
     if machine.rank() > 0:
         return Path(os.environ[FOLDER_VARIABLE])
     digest = hashlib.sha256(json.dumps([typed.to_plain(config), os.getpid()]).encode()).hexdigest()[:6]
@@ -48,7 +58,7 @@ def make(config: RunConfig, dataset: Dataset, training: Cases, validation: Cases
     known = DatasetFacts(labels=dataset.labels, channel_names=dataset.channel_names, codes=head.codes if head else {})
     write_json(folder / "dataset.json", typed.to_plain(known))
     names = {"train": [case.name for case in training], "val": [case.name for case in validation]}
-    write_json(folder / "split.json", names)
+    write_json(folder / "split.json", names | ({"dropped": dict(dropped)} if dropped else {}))
     write_json(folder / "environment.json", machine.environment(facts) | {"command": " ".join(sys.argv)})
     return folder
 

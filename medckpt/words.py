@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from medckpt.errors import ConfigError, suggest
 
@@ -114,3 +117,59 @@ def take_flag(words: list[str], flag: str) -> bool:
     while flag in words:
         words.remove(flag)
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckWords:
+    """The words of `medckpt check`; without `fixes`, `output` and `remap` have no meaning."""
+
+    data: Path
+    report: Path | None
+    fixes: tuple[str, ...]
+    output: Path
+    remap: dict[int, int]
+
+
+def read_check(words: Sequence[str]) -> CheckWords:
+    """Reads the words of `medckpt check`.
+
+    Raises:
+        ConfigError: unknown or missing words, fixes that are not known, words that do not go together.
+    """
+    known = ("geometry", "labels", "orthonormal")
+    keys = read_keys("check", words, required=("data",), optional=("report", "fix", "output", "remap"))
+    fixes = tuple(word.strip() for word in keys.get("fix", "").strip("[]").split(",")) if "fix" in keys else ()
+    problems = [f"fix={word}: there is no such fix. {suggest(word, known)}" for word in fixes if word not in known]
+    if fixes and "output" not in keys:
+        problems.append("output=FOLDER is missing: fix= writes a corrected copy there, never in place.")
+    if fixes and "report" in keys:
+        problems.append("report= goes with a check; check the copy afterwards.")
+    if "output" in keys and not fixes:
+        problems.append("output= is where fix= writes its copy; the folder of the report is report=.")
+    if ("remap" in keys) != ("labels" in fixes):
+        problems.append("fix=labels and remap= go together, for example fix=labels remap={4:3}.")
+    remap: dict[int, int] = {}
+    if "remap" in keys:
+        try:
+            remap = _pairs(keys["remap"])
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems) + "\nSee medckpt check --help.")
+    return CheckWords(
+        data=Path(keys["data"]).expanduser(),
+        report=Path(keys["report"]).expanduser() if "report" in keys else None,
+        fixes=fixes,
+        output=Path(keys.get("output", "")).expanduser(),
+        remap=remap,
+    )
+
+
+def _pairs(text: str) -> dict[int, int]:
+    """Returns what `{4:3,5:4}` says."""
+    inside = text.replace(" ", "").removeprefix("{").removesuffix("}")
+    matches = [re.fullmatch(r"(\d{1,9}):(\d{1,9})", word) for word in inside.split(",")]
+    pairs = [(int(match[1]), int(match[2])) for match in matches if match]
+    if len(pairs) < len(matches) or len({a for a, _ in pairs}) < len(pairs):
+        raise ConfigError(f"remap={_short(text)}: must be pairs of label values, each once, for example remap={{4:3}}.")
+    return dict(pairs)

@@ -25,6 +25,7 @@ FLOORS = [
     {
         "console",
         "plan_screen",
+        "check_screen",
         "run_folder",
         "forecasting",
         "fitting",
@@ -33,7 +34,7 @@ FLOORS = [
         "budget",
         "step_memory",
     },
-    {"run", "run_plan"},
+    {"run", "run_plan", "run_check"},
     {"cli", "__main__", "words"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

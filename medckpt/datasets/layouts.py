@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from medckpt.errors import DataError, listing
 
 _IMAGE_FOLDERS = ("imagesTr", "images", "image")
 _LABEL_FOLDERS = ("labelsTr", "labels", "label", "masks", "mask", "segmentations", "segmentation")
+MOST_LABELS = 1000
+"""A label map with more different values holds intensities."""
+
 _CHANNEL = re.compile(r"(?P<case>.+)_(?P<channel>\d{4})")
 _NO_LABEL = "image without a label; add the label, or move the image out of the training folder (imagesTs)"
 _NO_IMAGE = "label without an image; add the image, or move the label away"
@@ -60,8 +63,23 @@ class Dataset:
         return tuple(name for name, _ in sorted(self.labels.items(), key=lambda item: item[1]) if self.labels[name])
 
 
-def open_dataset(root: Path) -> Dataset:
+class Fault(NamedTuple):
+    """A case (or a file) that is not in order, and why."""
+
+    case: str
+    text: str
+
+
+Faults = list[Fault] | None
+
+
+def open_dataset(root: Path, *, faults: Faults = None, discover: bool = True) -> Dataset:
     """Finds the cases of a data set in one of the four layouts above. Images in imagesTs are not part of it.
+
+    Args:
+        root: the folder.
+        faults: where a list is given, cases that are not in order are put there and left out, instead of raised.
+        discover: whether, without a dataset.json, every label map is read for its values; else `labels` is empty.
 
     Raises:
         DataError: no such folder, no known layout, no case; a faulty dataset.json; and, all cases at once: missing
@@ -75,22 +93,25 @@ def open_dataset(root: Path) -> Dataset:
         raise DataError(f"{root}: this is a file; give the folder that holds the data set.")
     head = read_dataset_json(root)
     if head is not None and head.training is not None:
-        return _dataset(root, "msd", head, _listed_cases(root, head, _training_entries(head)))
+        return _dataset(root, "msd", head, _listed_cases(root, head, _training_entries(head), faults), faults, discover)
     if head is not None and head.cases is not None:
-        return _dataset(root, "nnunet", head, _listed_cases(root, head, _case_entries(head)))
+        return _dataset(root, "nnunet", head, _listed_cases(root, head, _case_entries(head), faults), faults, discover)
     image_folder, label_folder = _folder_of(root, _IMAGE_FOLDERS), _folder_of(root, _LABEL_FOLDERS)
     if image_folder is None:
-        return _dataset(root, "dicom", head, _patients(root, head))
+        return _dataset(root, "dicom", head, _patients(root, head, faults), faults, discover)
     if label_folder is None:
         raise DataError(f"{root}: {image_folder.name}/ has no labels beside it, in one of {', '.join(_LABEL_FOLDERS)}.")
     layout = "nnunet" if head is not None and image_folder.name == "imagesTr" else "pairs"
-    images = _files(image_folder, head, folders=layout == "pairs")
-    labels = _files(label_folder, head, folders=False)
-    return _dataset(root, layout, head, _matched_cases(root, head, images, labels, strict=layout == "nnunet"))
+    images = _files(image_folder, head, folders=layout == "pairs", faults=faults)
+    labels = _files(label_folder, head, folders=False, faults=faults)
+    cases = _matched_cases(root, head, images, labels, strict=layout == "nnunet", faults=faults)
+    return _dataset(root, layout, head, cases, faults, discover)
 
 
-def _dataset(root: Path, layout: str, head: DatasetJson | None, cases: Sequence[Case]) -> Dataset:
-    if not cases:
+def _dataset(
+    root: Path, layout: str, head: DatasetJson | None, cases: Sequence[Case], faults: Faults, discover: bool
+) -> Dataset:
+    if not cases and not faults:
         raise DataError(
             f"{root}: no case is in this folder. Known layouts: nnU-Net (dataset.json, imagesTr/, labelsTr/), Medical "
             "Segmentation Decathlon (dataset.json), PATIENT/ folders with DICOM slices and label.nii.gz, images/ and "
@@ -99,29 +120,55 @@ def _dataset(root: Path, layout: str, head: DatasetJson | None, cases: Sequence[
     if head is not None:
         names, labels = head.channel_names, head.labels
     else:
-        channels = len(cases[0].images)
+        channels = len(cases[0].images) if cases else 1
         names = ("image",) if channels == 1 else tuple(f"image_{i}" for i in range(channels))
         if layout == "dicom":
-            names = (dicom_modality(cases[0].images[0]) or "image",)
-        labels = _discover_labels(root, cases)
+            names = (_modality(cases, faults) or "image",)
+        labels = _discover_labels(root, cases, faults) if discover else {}
     ordered = tuple(sorted(cases, key=lambda case: case.name))
     return Dataset(root=root, layout=layout, channel_names=names, labels=labels, cases=ordered)
 
 
-def _discover_labels(root: Path, cases: Sequence[Case]) -> dict[str, int]:
+def _modality(cases: Sequence[Case], faults: Faults) -> str | None:
+    for case in cases:
+        try:
+            return dicom_modality(case.images[0])
+        except DataError:
+            if faults is None:
+                raise
+    return None
+
+
+def _discover_labels(root: Path, cases: Sequence[Case], faults: Faults) -> dict[str, int]:
     """Reads every label map for the values that occur; classes are then called label_1, ..."""
     paths = [case.label for case in cases if case.label is not None]
+
+    def values_of(path: Path) -> list[int]:
+        try:
+            values = np.unique(read_label(path).array).tolist()
+            if len(values) > MOST_LABELS:
+                raise DataError(f"{path}: {len(values)} different values: intensities, not labels. Is this an image?")
+            return values
+        except DataError:
+            if faults is None:
+                raise
+            return []  # who reads the case finds the same, and says it of that case
+
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda path: np.unique(read_label(path).array).tolist(), paths)
+        found = pool.map(values_of, paths)
         values = sorted({int(value) for per_case in found for value in per_case} - {0})
     if not values:
         raise DataError(f"{root}: every label map is empty (0 everywhere); there is nothing to learn from.")
     return {"background": 0} | {f"label_{value}": value for value in values}
 
 
-def _raise_all(root: Path, problems: Sequence[str]) -> None:
-    if problems:
-        raise DataError(f"{root}: not in order ({len(problems)}): {_lines(problems)}")
+def _settle(where: Path, problems: Sequence[Fault], faults: Faults) -> None:
+    """Raises all problems at once, or leaves them with a caller who collects them."""
+    if faults is not None:
+        faults += problems
+    elif problems:
+        lines = [f"{case}: {text}" for case, text in problems]
+        raise DataError(f"{where}: not in order ({len(problems)}): {_lines(lines)}")
 
 
 def _lines(problems: Sequence[str], limit: int = 20) -> str:
@@ -141,7 +188,7 @@ def _folder_of(root: Path, names: Iterable[str]) -> Path | None:
     return root / found[0] if found else None
 
 
-def _files(folder: Path, head: DatasetJson | None, folders: bool) -> dict[str, Path]:
+def _files(folder: Path, head: DatasetJson | None, folders: bool, faults: Faults) -> dict[str, Path]:
     """Image files (and folders of DICOM slices, if `folders`) by their name without suffix."""
     result: dict[str, Path] = {}
     twice = []
@@ -157,14 +204,20 @@ def _files(folder: Path, head: DatasetJson | None, folders: bool) -> dict[str, P
         if not stem:
             continue
         if stem in result:
-            twice.append(f"{result[stem].name} and {path.name} in {folder.name}/ have one name; keep one of them")
+            both = f"{result[stem].name} and {path.name}"
+            twice.append(Fault(stem, f"{both} in {folder.name}/ have one name; keep one of them"))
         result[stem] = path
-    _raise_all(folder, twice)
+    _settle(folder, twice, faults)
     return result
 
 
 def _matched_cases(
-    root: Path, head: DatasetJson | None, images: Mapping[str, Path], labels: Mapping[str, Path], strict: bool
+    root: Path,
+    head: DatasetJson | None,
+    images: Mapping[str, Path],
+    labels: Mapping[str, Path],
+    strict: bool,
+    faults: Faults,
 ) -> list[Case]:
     """Pairs images and labels by name; CASE_0000, CASE_0001 are the channels of CASE (always, if `strict`)."""
     by_case: dict[str, dict[int, Path]] = {}
@@ -174,26 +227,28 @@ def _matched_cases(
         if not strict and (stem in labels or channel is None):
             name, number = stem, 0
         elif channel is None:
-            problems.append(f"{path.name}: nnU-Net's names end in the channel number, like {stem}_0000")
+            problems.append(Fault(path.name, f"nnU-Net's names end in the channel number, like {stem}_0000"))
             continue
         else:
             name, number = channel["case"], int(channel["channel"])
         if number in by_case.setdefault(name, {}):
-            problems.append(f"{by_case[name][number].name} and {path.name} are both channel {number} of {name}")
+            problems.append(Fault(name, f"{by_case[name][number].name} and {path.name} are both its channel {number}"))
         by_case[name][number] = path
     expected = len(head.channel_names) if head is not None else max(map(len, by_case.values()), default=1)
     for name in sorted(by_case.keys() | labels.keys()):
         if name not in labels:
-            problems.append(f"{name}: {_NO_LABEL}")
+            problems.append(Fault(name, _NO_LABEL))
         elif name not in by_case:
-            problems.append(f"{name}: {_NO_IMAGE}")
+            problems.append(Fault(name, _NO_IMAGE))
         elif sorted(by_case[name]) != list(range(expected)):
             there = ", ".join(f"{number:04d}" for number in sorted(by_case[name]))
-            problems.append(f"{name}: channels {there}, but {expected} from 0000 on are expected")
-    _raise_all(root, problems)
+            problems.append(Fault(name, f"channels {there}, but {expected} from 0000 on are expected"))
+    _settle(root, problems, faults)
+    bad = {problem.case for problem in problems}
     return [
         Case(name=name, patient=name, images=tuple(by_case[name][i] for i in range(expected)), label=labels[name])
         for name in by_case
+        if name not in bad
     ]
 
 
@@ -224,36 +279,37 @@ def _case_entries(head: DatasetJson) -> list[tuple[str, Any]]:
     return list((head.cases or {}).items())
 
 
-def _listed_cases(root: Path, head: DatasetJson, entries: Sequence[tuple[str, Any]]) -> list[Case]:
-    problems: list[str] = []
+def _listed_cases(root: Path, head: DatasetJson, entries: Sequence[tuple[str, Any]], faults: Faults) -> list[Case]:
+    problems: list[Fault] = []
     cases: dict[str, Case] = {}
     for name, entry in entries:
         listed = entry["images"] if isinstance(entry["images"], list) else [entry["images"]]
         listed = _listed_channels(root, [str(text) for text in listed], len(head.channel_names))
-        paths = [_inside(root, text, problems) for text in [*listed, entry["label"]]]
+        paths = [_inside(root, name, text, problems) for text in [*listed, entry["label"]]]
         if any(path is None for path in paths):
             continue
         *images, label = [path for path in paths if path is not None]
         if name in cases:
-            problems.append(f"{name}: listed twice")
+            problems.append(Fault(name, "listed twice"))
         if Path(name).name != name or "\\" in name:
-            problems.append(f"{name}: the name of a case becomes a file name; it holds no slash")
+            problems.append(Fault(name, "the name of a case becomes a file name; it holds no slash"))
         if len(images) != len(head.channel_names):
-            problems.append(
-                f"{name}: {len(images)} image files for {len(head.channel_names)} channels "
-                f"({', '.join(head.channel_names)}); one 3D file per channel is needed, as a list"
-            )
-        problems += [f"{name}: {path} is missing" for path in [*images, label] if not path.exists()]
+            count = f"{len(images)} image files for {len(head.channel_names)} channels"
+            names = ", ".join(head.channel_names)
+            problems.append(Fault(name, f"{count} ({names}); one 3D file per channel is needed, as a list"))
+        problems += [Fault(name, f"{path} is missing") for path in [*images, label] if not path.exists()]
         cases[name] = Case(name=name, patient=name, images=tuple(images), label=label)
-    _raise_all(head.path, problems)
-    return list(cases.values())
+    _settle(head.path, problems, faults)
+    bad = {problem.case for problem in problems}
+    return [case for case in cases.values() if case.name not in bad]
 
 
-def _inside(root: Path, text: str, problems: list[str]) -> Path | None:
+def _inside(root: Path, name: str, text: str, problems: list[Fault]) -> Path | None:
     """A path of dataset.json below `root`; one that leaves it (absolute, .., a link) is a problem."""
     path = root / text
     if Path(text).is_absolute() or ".." in Path(text).parts or not path.resolve().is_relative_to(root.resolve()):
-        problems.append(f"{text} leads out of the data set; paths are relative to dataset.json and stay below it")
+        way_out = "paths are relative to dataset.json and stay below it"
+        problems.append(Fault(name, f"{text} leads out of the data set; {way_out}"))
         return None
     return path
 
@@ -270,8 +326,8 @@ def _listed_channels(root: Path, listed: list[str], channels: int) -> list[str]:
 # Patients in DICOM
 
 
-def _patients(root: Path, head: DatasetJson | None) -> list[Case]:
-    problems: list[str] = []
+def _patients(root: Path, head: DatasetJson | None, faults: Faults) -> list[Case]:
+    problems: list[Fault] = []
     cases: dict[str, Case] = {}
     if head is not None and len(head.channel_names) != 1:
         raise DataError(
@@ -282,31 +338,37 @@ def _patients(root: Path, head: DatasetJson | None) -> list[Case]:
         folders = [patient] if _labels_in(patient) else [f for f in _subfolders(patient) if _labels_in(f)]
         for folder in folders or [patient]:
             name = patient.name if len(folders) <= 1 else f"{patient.name}_{folder.name}"
-            case = _patient_case(name, patient.name, folder, problems)
+            try:
+                case = _patient_case(name, patient.name, folder, problems)
+            except DataError as error:  # a file that cannot be opened, and may be a slice
+                problems.append(Fault(name, str(error)))
+                continue
             if name in cases:
-                problems.append(f"{name}: two cases have this name")
+                problems.append(Fault(name, "two cases have this name"))
             if case is not None:
                 cases[name] = case
-    _raise_all(root, problems)
-    return list(cases.values())
+    _settle(root, problems, faults)
+    bad = {problem.case for problem in problems}
+    return [case for case in cases.values() if case.name not in bad]
 
 
-def _patient_case(name: str, patient: str, folder: Path, problems: list[str]) -> Case | None:
+def _patient_case(name: str, patient: str, folder: Path, problems: list[Fault]) -> Case | None:
     series = [item for item in [folder, *sorted(folder.rglob("*"))] if item.is_dir() and _holds_dicom(item)]
     labels = _labels_in(folder)
     if not series and not labels:
         logger.warning("%s: neither DICOM slices nor a label map are in this folder; it is passed over", folder)
         return None
     if not series:
-        problems.append(f"{name}: {_NO_IMAGE}")
+        problems.append(Fault(name, _NO_IMAGE))
     elif len(series) > 1:
         named = listing([str(item.relative_to(folder)) for item in series])
-        problems.append(f"{name}: {len(series)} folders with DICOM files ({named}); keep the one series of the label")
+        text = f"{len(series)} folders with DICOM files ({named}); keep the one series of the label"
+        problems.append(Fault(name, text))
     if not labels:
-        problems.append(f"{name}: {_NO_LABEL}")
+        problems.append(Fault(name, _NO_LABEL))
     elif len(labels) > 1:
         named = listing([label.name for label in labels])
-        problems.append(f"{name}: {len(labels)} NIfTI files ({named}); call the label map label.nii.gz")
+        problems.append(Fault(name, f"{len(labels)} NIfTI files ({named}); call the label map label.nii.gz"))
     if len(series) != 1 or len(labels) != 1:
         return None
     return Case(name=name, patient=patient, images=(series[0],), label=labels[0])

@@ -18,6 +18,7 @@ import numpy as np
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
+from medckpt.datasets.honest_size import held_bytes
 from medckpt.errors import DataError, GeometryError
 from medckpt.files import write_atomic
 from medckpt.geometry import (
@@ -60,6 +61,7 @@ def read_nifti(path: Path, floating: bool) -> tuple[np.ndarray, Grid]:
     """
     image = _open(path)
     grid = _grid(image, path)
+    _require_voxels(image, path)
     try:
         if path.name.lower().endswith(".gz"):
             image = type(image).from_bytes(_unzipped(image, path))
@@ -228,6 +230,17 @@ def _mm_per_unit(header: nib.Nifti1Header, path: Path) -> float:
     if scale != 1.0:
         logger.warning("%s: lengths are in %s and are converted to mm", path, "metres" if code == 1 else "microns")
     return scale
+
+
+def _require_voxels(image: nib.Nifti1Image, path: Path) -> None:
+    """Refuses a file that is shorter than its header says, before memory is taken for what is not there."""
+    proxy = image.dataobj
+    needed = int(proxy.offset) + math.prod(map(int, proxy.shape)) * proxy.dtype.itemsize
+    held = held_bytes(Path(image.file_map["image"].filename or path), needed)
+    if held < needed:
+        size = " x ".join(map(str, image.shape))
+        promise = EOFError(f"the header promises {size} voxels in {needed} bytes, the file holds {held}")
+        raise DataError(_unreadable(path, promise))
 
 
 def _shape_advice(dimensions: int) -> str:

@@ -78,6 +78,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medckpt"
 
 
+def is_prepared(case: Case, dataset: Dataset, config: DataConfig, cache: Path | None = None) -> bool:
+    """Says whether `prepare` would find a case prepared, which is to say in order."""
+    try:
+        folder = (cache or cache_folder()) / "prepared" / _digest(case, dataset.labels, config)
+    except OSError:  # a file that is gone or closed to us
+        return False
+    return config.spacing_mm is not None and _is_whole(folder)
+
+
 def median_spacing(cases: Sequence[Case], config: DataConfig | None = None) -> tuple[float, float, float]:
     """Returns the median voxel size of the cases' first images along (x, y, z) of RAS, in mm."""
     config = config or DataConfig()
@@ -95,30 +104,46 @@ def prepare(
     cache: Path | None = None,
     threads: int = 2,
     progress: Progress | None = None,
+    failed: dict[str, str] | None = None,
 ) -> tuple[PreparedCase, ...]:
     """Prepares labelled cases (or finds them prepared) at `config.spacing_mm`, which must be set.
+
+    With `failed`, cases that cannot be used are put there with their reason, and left out.
 
     Raises:
         DataError: all cases that cannot be used, each with its reason, in one message.
     """
     root = (cache or cache_folder()) / "prepared"
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     prepared: list[PreparedCase | None] = []
     pool = ThreadPoolExecutor(threads)
     try:
         futures = [pool.submit(_prepare_case, case, dataset, config, root) for case in cases]
-        for done, future in enumerate(futures, start=1):
+        for done, (case, future) in enumerate(zip(cases, futures, strict=True), start=1):
             try:
                 prepared.append(future.result())
             except DataError as error:
-                problems.append(str(error))
+                problems[case.name] = str(error)
             if progress:
                 progress(done, len(cases))
     finally:
         pool.shutdown(cancel_futures=True)  # a Ctrl-C waits for the cases under way, not for all of them
-    if problems:
-        raise DataError(f"{len(problems)} of {len(cases)} cases cannot be used:\n" + "\n".join(problems[:20]))
+    if failed is not None:
+        failed |= problems
+    elif problems:
+        raise DataError(unusable(problems, len(cases)))
     return tuple(case for case in prepared if case)
+
+
+def unusable(problems: Mapping[str, str], total: int) -> str:
+    """Returns the message that names the cases that a training refuses."""
+    lines = [text if text.startswith(f"{name}: ") else f"{name}: {text}" for name, text in problems.items()]
+    more = f"\nand {len(lines) - 20} more" if len(lines) > 20 else ""
+    return (
+        f"{len(problems)} of {total} cases cannot be used:\n"
+        + "\n".join(lines[:20])
+        + f"{more}\n`medckpt check` says more; data.drop_failed=true trains without them."
+    )
 
 
 def _prepare_case(case: Case, dataset: Dataset, config: DataConfig, root: Path) -> PreparedCase:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from medckpt.blocks import OptimizerConfig, TrainerConfig
-from medckpt.training.state import Progress
+
+if TYPE_CHECKING:
+    from medckpt.training.state import Progress
 
 
 def share_done(progress: Progress, config: TrainerConfig) -> float:

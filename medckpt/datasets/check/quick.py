@@ -1,0 +1,48 @@
+"""The fast part of a check, which every training runs first: headers and grids, no voxels of images.
+
+Label values, NaN and what else only voxels show is found by `prepare`, once per case and before the training begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from medckpt.datasets.check.case import label_grid_findings, warnings_into
+from medckpt.datasets.layouts import Case
+from medckpt.datasets.reading import read_grid
+from medckpt.errors import DataError
+from medckpt.geometry import same_grid
+
+Progress = Callable[[int, int], None]
+
+
+def failing_cases(cases: Sequence[Case], *, threads: int = 2, progress: Progress | None = None) -> dict[str, str]:
+    """Returns the cases whose headers show that they cannot be used, each with the reason.
+
+    What the readers warn of is left to the reading itself, so that it is said once.
+    """
+    failed = {}
+    with warnings_into([], Path()), ThreadPoolExecutor(threads) as pool:
+        for done, (case, problem) in enumerate(zip(cases, pool.map(_problem, cases), strict=True), start=1):
+            if problem:
+                failed[case.name] = problem
+            if progress:
+                progress(done, len(cases))
+    return failed
+
+
+def _problem(case: Case) -> str | None:
+    try:
+        first = read_grid(case.images[0])
+        for path in case.images[1:]:
+            if not same_grid(first, read_grid(path)):
+                names = f"{case.images[0].name} and {path.name}"
+                return f"its channels {names} lie on different grids. Resample them to one grid first."
+        if case.label is None:
+            return "it has no label map."
+        findings = label_grid_findings(read_grid(case.label), first, case.label)
+    except DataError as error:
+        return str(error)
+    return findings[0].text if findings else None
