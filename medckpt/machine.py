@@ -34,6 +34,36 @@ def cpu_count() -> int:
     return cores
 
 
+def available_bytes() -> int | None:
+    """Returns the memory this process can still take: what the system says is free, cut by the container's limit and
+    by the process's own (`ulimit -v`); None where the system does not say.
+    """
+    facts = _numbers(Path("/proc/meminfo"))
+    if "MemAvailable" not in facts:
+        return None
+    free = [facts["MemAvailable"] * 1024]
+    group = Path("/sys/fs/cgroup")
+    limit = _text(group / "memory.max")
+    if limit.isdecimal():
+        # Cached file pages count as used there, and are given up on demand.
+        cached = _numbers(group / "memory.stat").get("inactive_file", 0)
+        free.append(int(limit) - int(_text(group / "memory.current") or 0) + cached)
+    own, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if own != resource.RLIM_INFINITY:
+        free.append(own - _numbers(Path("/proc/self/status"))["VmSize"] * 1024)
+    return max(0, min(free))
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Reads lines such as `MemFree: 12 kB` or `anon 12`; empty if the file is not there."""
+    words = [line.replace(":", " ").split() for line in _text(file).splitlines()]
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdecimal()}
+
+
+def _text(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""
+
+
 def load_of_others() -> float | None:
     """Returns how many processes ran or waited here in the last minute, by the system's count; None if it has none."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None

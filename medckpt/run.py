@@ -168,7 +168,7 @@ def predict(run: str | Path, input_path: str | Path, output: str | Path, *, weig
     check_targets(targets, [image for case in cases for image in case.images])
     with console.bar("predict", len(cases)) as advance:
         for case, target in zip(cases, targets, strict=True):
-            labels, volumes = predictor.predict(case)
+            labels, volumes = predictor.predict(case, advance.within)
             write_label(target, labels, volumes[0].grid)
             advance()
     console.predicted(targets, predictor.labels)
@@ -205,7 +205,7 @@ def evaluate_cases(
     scores = []
     with console.bar("evaluate", len(cases)) as advance:
         for number, case in enumerate(cases):
-            prediction, volumes = predictor.predict(case)
+            prediction, volumes = predictor.predict(case, advance.within)
             grid = volumes[0].grid
             reference = read_case_label(case, dataset, grid).array
             scores.append(score_case(case.name, prediction, reference, grid.spacing_mm, classes))
