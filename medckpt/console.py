@@ -88,24 +88,38 @@ def start(folder: Path, config: RunConfig, device: str, network: nn.Module) -> N
     OUT.print(f"[bold]Run folder:[/] {escape(str(folder))}")
 
 
+class Advance:
+    """Moves a bar on: called, by one item; `within`, by the share of the item under way that is done."""
+
+    def __init__(self, title: str, total: int | None, progress: Progress) -> None:
+        self.title, self.total, self.progress = title, total, progress
+        self.done, self.last_line = 0, time.monotonic()
+        self.task = progress.add_task(title, total=total, count=self._count())
+
+    def __call__(self) -> None:
+        self.done += 1
+        self._show(self.done, self._count())
+
+    def within(self, done: int, total: int) -> None:
+        """`done` of `total` steps of the present item are done."""
+        self._show(self.done + done / total, f"{self._count()} ({done / total:.0%} of the next)")
+
+    def _count(self) -> str:
+        return f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+
+    def _show(self, completed: float, count: str) -> None:
+        self.progress.update(self.task, completed=completed, count=count)
+        if not OUT.is_terminal and time.monotonic() - self.last_line > _QUIET_SECONDS:  # a log file wants lines
+            self.last_line = time.monotonic()
+            OUT.print(f"{self.title}: {count.replace('/', ' of ', 1)}")
+
+
 @contextlib.contextmanager
-def bar(title: str, total: int | None) -> Iterator[Callable[[], None]]:
+def bar(title: str, total: int | None) -> Iterator[Advance]:
     """Shows a bar over `total` items while its block runs (after a moment, so that short work stays quiet)."""
-    count = "{task.completed}" if total is None else "{task.completed}/{task.total}"
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(count), TimeElapsedColumn())
-    done, last_line = 0, time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
     with Progress(*columns, console=OUT, transient=True, disable=not OUT.is_terminal) as progress:
-        task = progress.add_task(title, total=total)
-
-        def advance() -> None:
-            nonlocal done, last_line
-            done += 1
-            progress.advance(task)
-            if not OUT.is_terminal and time.monotonic() - last_line > _QUIET_SECONDS:  # a log file wants lines
-                last_line = time.monotonic()
-                OUT.print(f"{title}: {done}" + ("" if total is None else f" of {total}"))
-
-        yield advance
+        yield Advance(title, total, progress)
 
 
 @contextlib.contextmanager

@@ -238,10 +238,19 @@ def resample(array: np.ndarray, source: Grid, target: Grid, order: int, fill: fl
     if order == 0 and dtype.kind in "biu" and (fill != int(fill) or np.array(int(fill)).astype(dtype) != fill):
         raise ValueError(f"fill {fill} does not fit into {dtype}")
     index_map = np.linalg.inv(source.affine) @ target.affine
+    if share_lattice(source, target):
+        return _copy(array.astype(dtype, copy=False), np.round(index_map).astype(int), target.shape, fill)
+    return interpolate(array.astype(dtype, copy=False), index_map, target.shape, order, fill)
+
+
+def share_lattice(source: Grid, target: Grid) -> bool:
+    """Says whether the voxels of `target` are voxels of `source`, or of its lattice continued beyond its edges.
+
+    Axes may be permuted or flipped; centres meet within `LATTICE_TOLERANCE_VOXELS` at every corner of `target`.
+    """
+    index_map = np.linalg.inv(source.affine) @ target.affine
     steps = np.round(index_map)
-    if _is_signed_permutation(steps) and _meets(index_map, steps, target.shape):
-        return _copy(array.astype(dtype, copy=False), steps.astype(int), target.shape, fill)
-    return _interpolate(array.astype(dtype, copy=False), index_map, target.shape, order, fill)
+    return _is_signed_permutation(steps) and _meets(index_map, steps, target.shape)
 
 
 def _corners(shape: Sequence[int]) -> np.ndarray:
@@ -276,9 +285,13 @@ def _copy(array: np.ndarray, steps: np.ndarray, shape: tuple[int, int, int], fil
     return result
 
 
-def _interpolate(
+def interpolate(
     array: np.ndarray, index_map: np.ndarray, shape: tuple[int, int, int], order: int, fill: float
 ) -> np.ndarray:
+    """Returns `array` evaluated at index `index_map` @ (i, j, k, 1) for every voxel of `shape`; see `resample`.
+
+    It never copies voxels: a piece of a volume is interpolated as the whole is, however short it is.
+    """
     if order != 3 or min(array.shape) > 3:
         return _resample_with_itk(array, index_map, shape, order, fill)
     # ITK's B-spline needs four samples per axis. Mirroring a short axis up to a further mirror point leaves the

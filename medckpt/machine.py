@@ -6,7 +6,6 @@ import ctypes
 import importlib.metadata
 import os
 import platform
-import re
 import resource
 import sys
 from pathlib import Path
@@ -36,23 +35,33 @@ def cpu_count() -> int:
 
 
 def available_bytes() -> int | None:
-    """Returns how much memory this process may still take, by the system's and the container's count; None if unknown.
-
-    An address space limit (`ulimit -v`) shows when memory is asked for, not here.
+    """Returns the memory this process can still take: what the system says is free, cut by the container's limit and
+    by the process's own (`ulimit -v`); None where the system does not say.
     """
-    facts = Path("/proc/meminfo")
-    if not facts.is_file():
+    facts = _numbers(Path("/proc/meminfo"))
+    if "MemAvailable" not in facts:
         return None
-    lines = dict(line.split(":", 1) for line in facts.read_text().splitlines() if ":" in line)
-    if "MemAvailable" not in lines:
-        return None
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
-        # What the container has read from disk counts as used, and is given back when asked for.
-        cached = re.search(r"^inactive_file (\d+)", (limit.parent / "memory.stat").read_text(), re.MULTILINE)
-        free = min(free, int(most) - int(used.read_text()) + (int(cached.group(1)) if cached else 0))
-    return max(0, free)
+    free = [facts["MemAvailable"] * 1024]
+    group = Path("/sys/fs/cgroup")
+    limit = _text(group / "memory.max")
+    if limit.isdecimal():
+        # Cached file pages count as used there, and are given up on demand.
+        cached = _numbers(group / "memory.stat").get("inactive_file", 0)
+        free.append(int(limit) - int(_text(group / "memory.current") or 0) + cached)
+    own, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if own != resource.RLIM_INFINITY:
+        free.append(own - _numbers(Path("/proc/self/status"))["VmSize"] * 1024)
+    return max(0, min(free))
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Reads lines such as `MemFree: 12 kB` or `anon 12`; empty if the file is not there."""
+    words = [line.replace(":", " ").split() for line in _text(file).splitlines()]
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdecimal()}
+
+
+def _text(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""
 
 
 def load_of_others() -> float | None:

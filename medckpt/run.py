@@ -191,7 +191,7 @@ def predict(
     check_targets(files, [image for case in cases for image in case.images])
     with console.bar("predict", len(cases)) as advance:
         for case, of_case in zip(cases, targets, strict=True):
-            found, volumes = predictor.predict(case)
+            found, volumes = predictor.predict(case, advance.within)
             series = volumes[0].source
             export.write_prediction(of_case, found, volumes[0].grid, series, predictor.labels, codes, seg_type)
             advance()
@@ -229,7 +229,7 @@ def evaluate_cases(
     scores = []
     with console.bar("evaluate", len(cases)) as advance:
         for number, case in enumerate(cases):
-            prediction, volumes = predictor.predict(case)
+            prediction, volumes = predictor.predict(case, advance.within)
             grid = volumes[0].grid
             reference = read_case_label(case, dataset, grid, data).array
             scores.append(score_case(case.name, prediction, reference, grid.spacing_mm, classes))
@@ -339,7 +339,7 @@ def _pass_quick_check(dataset: Dataset, config: RunConfig, dropped: dict[str, st
     """Looks at headers and grids before anything long begins; what fails is refused by name, or left out if told to."""
     cases = [case for case in dataset.cases if not is_prepared(case, dataset, config.data)]
     with console.bar("check headers", None) as advance:
-        failed = failing_cases(cases, threads=machine.cpu_count(), progress=lambda done, total: advance())
+        failed = failing_cases(cases, config.data, threads=machine.cpu_count(), progress=lambda done, total: advance())
     if failed and not config.data.drop_failed:
         raise DataError(unusable(failed, len(dataset.cases)))
     dropped |= failed

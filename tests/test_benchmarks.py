@@ -122,3 +122,12 @@ def test_policies_compare_ours_with_the_best_that_fits(tmp_path: Path, monkeypat
     assert text.index("ours 0%") < text.index("| all |") < text.index("| plain |"), "rising peaks"
     policies.picture([result], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_both_sides_of_the_sliding_window_give_the_same_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("sliding_window", monkeypatch)
+    runs = {side: [module.measure(side, (20, 30, 110))] for side in module.SIDES}
+    assert runs["ours"][0]["labels"] == runs["monai"][0]["labels"]
+    assert "* labels of all runs are equal" in module.table(runs)
+    runs["monai"][0]["labels"] = ""
+    assert "* labels of all runs are NOT EQUAL" in module.table(runs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from medckpt.config import RunConfig
 from medckpt.datasets.layouts import Case
 from medckpt.datasets.prepare import read_images, to_training_grid
-from medckpt.geometry import Grid, Volume, resample
-from medckpt.inference.sliding_window import predict_logits
+from medckpt.errors import DataError
+from medckpt.geometry import Volume
+from medckpt.inference.sliding_window import Part, Progress, predict_parts
+from medckpt.inference.source_grid import to_source_grid
 from medckpt.training.precision import resolve_precision
 
 
@@ -29,57 +32,57 @@ class Predictor:
     """Channels of a scan."""
     device: torch.device
 
-    def predict(self, case: Case) -> tuple[np.ndarray, list[Volume]]:
+    def predict(self, case: Case, progress: Progress | None = None) -> tuple[np.ndarray, list[Volume]]:
         """Returns the label map (X, Y, Z) on the grid of the case's first channel, and the channels as read."""
         volumes = read_images(case, self.config.data)
-        return self.predict_volumes(volumes), volumes
+        return self.predict_volumes(volumes, progress), volumes
 
-    def predict_volumes(self, volumes: Sequence[Volume]) -> np.ndarray:
-        """Returns label values (X, Y, Z), the smallest unsigned integers that hold them, on the first volume's grid."""
+    def predict_volumes(self, volumes: Sequence[Volume], progress: Progress | None = None) -> np.ndarray:
+        """Returns label values (X, Y, Z), the smallest unsigned integers that hold them, on the first volume's grid.
+
+        Raises:
+            DataError: the machine lacks the memory, or the network's answer is not a number somewhere.
+        """
         image, grid = to_training_grid(volumes, self.config.data)
         self.network.eval()
-        logits = predict_case(self.network.to(self.device), torch.from_numpy(image), self.config, self.device)
+        network = self.network.to(self.device)
+        parts = predict_case(network, torch.from_numpy(image), self.config, self.device, progress)
+        winner = to_source_grid(_numbers_only(parts, volumes[0].source), grid, volumes[0].grid)
         values = np.array(sorted(self.labels.values()))
-        return values.astype(np.min_scalar_type(values.max()))[to_source_grid(logits, grid, volumes[0].grid)]
+        return values.astype(np.min_scalar_type(values.max()))[winner]
 
 
-def predict_case(network: nn.Module, image: Tensor, config: RunConfig, device: torch.device) -> Tensor:
-    """Returns logits (classes, X, Y, Z) on the CPU of an image (C, X, Y, Z) on the training grid, as a run predicts.
+def predict_case(
+    network: nn.Module, image: Tensor, config: RunConfig, device: torch.device, progress: Progress | None = None
+) -> Iterator[Part]:
+    """Yields the logits, part by part, of an image (C, X, Y, Z) on the training grid, as a run predicts.
 
     A GPU computes in the precision of the run, a CPU in float32.
     """
     on_gpu = device.type == "cuda"
     precision = resolve_precision(config.precision, "cuda") if on_gpu else "32-true"
     half = torch.float16 if precision == "16-mixed" else torch.bfloat16
-    with torch.autocast(device.type, half, enabled=precision != "32-true"):
-        return predict_logits(
-            network,
-            image,
-            config.sampler.patch_size,
-            overlap=config.trainer.overlap,
-            mirror_axes=config.sampler.mirror_axes if config.trainer.mirror_predictions else (),
-            device=device,
-        )
+
+    def answer(window: Tensor) -> Tensor:
+        with torch.autocast(device.type, half, enabled=precision != "32-true"):
+            return network(window)
+
+    return predict_parts(
+        answer,
+        image,
+        config.sampler.patch_size,
+        overlap=config.trainer.overlap,
+        mirror_axes=config.sampler.mirror_axes if config.trainer.mirror_predictions else (),
+        device=device,
+        progress=progress,
+    )
 
 
-def to_source_grid(logits: Tensor, grid: Grid, source: Grid) -> np.ndarray:
-    """Returns the winning class (X, Y, Z) on `source` of logits (classes, X, Y, Z) on `grid`.
-
-    Logits are interpolated linearly and compared class by class, so that two volumes are held, not one per class.
-    """
-    # One voxel of border, repeated: where rounding made the training grid a little smaller than the source, the
-    # source's outermost voxels take the nearest answer.
-    affine = grid.affine @ np.array([[1, 0, 0, -1], [0, 1, 0, -1], [0, 0, 1, -1], [0, 0, 0, 1]], dtype=float)
-    x, y, z = (side + 2 for side in grid.shape)
-    bordered = Grid(shape=(x, y, z), affine=affine)
-    best: np.ndarray | None = None
-    winner = np.zeros(source.shape, dtype=np.min_scalar_type(len(logits) - 1))
-    for index, channel in enumerate(logits.numpy()):
-        values = resample(np.pad(channel, 1, mode="edge"), bordered, source, order=1, fill=-np.inf)
-        if best is None:
-            best = values
-            continue
-        better = values > best
-        best[better] = values[better]
-        winner[better] = index
-    return winner
+def _numbers_only(parts: Iterator[Part], source: Path) -> Iterator[Part]:
+    for part in parts:
+        if part.logits.max().isnan():
+            raise DataError(
+                f"{source}: the network's answer is not a number in a part of the scan, so no label is right there. "
+                "Check the scan's intensities for NaN and the run's loss, or predict with other weights."
+            )
+        yield part

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from medckpt.config import RunConfig
 from medckpt.errors import MedckptError, listing
 from medckpt.inference.predict import predict_case
+from medckpt.inference.sliding_window import winners
 from medckpt.memory.bind import bind
 from medckpt.memory.plan import MemoryPlan
 from medckpt.training.losses import DiceCrossEntropy
@@ -70,14 +72,14 @@ class SegmentationModule(L.LightningModule):
         self.case_dice = {}
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        logits = self.predict_case(batch["image"][0])
-        prediction = logits.argmax(dim=0).to(torch.int32).numpy()
+        prediction = self.predict_labels(batch["image"][0])
         reference = batch["label"][0, 0].cpu().numpy()
         self.case_dice[batch["case"][0]] = dice_per_class(prediction, reference, self.classes)
 
-    def predict_case(self, image: Tensor) -> Tensor:
-        """Returns logits (classes, X, Y, Z) on the CPU for one image (C, X, Y, Z) on the training grid."""
-        return predict_case(self.network, image, self.config, self.device)
+    def predict_labels(self, image: Tensor) -> np.ndarray:
+        """Returns the class of every voxel (X, Y, Z) of one image (C, X, Y, Z) on the training grid."""
+        x, y, z = image.shape[1:]
+        return winners(predict_case(self.network, image, self.config, self.device), (x, y, z))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         config = self.config.optimizer

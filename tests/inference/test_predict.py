@@ -11,12 +11,14 @@ from torch import nn
 
 from medckpt.config import RunConfig, compose
 from medckpt.datasets.layouts import Case
+from medckpt.errors import DataError
 from medckpt.geometry import Grid, canonical_grid
 from medckpt.inference.inputs import find_inputs
-from medckpt.inference.predict import Predictor, to_source_grid
-from medckpt.inference.sliding_window import predict_logits
+from medckpt.inference.predict import Predictor
+from medckpt.inference.source_grid import to_source_grid
 from medckpt.run import make_network, open_dataset
 from tests.conftest import TINY_UNETR, shared_data
+from tests.inference.test_sliding_window import assembled, cut
 
 
 class Threshold(nn.Module):
@@ -34,7 +36,7 @@ def predictor(network: nn.Module, config: RunConfig) -> Predictor:
 @pytest.mark.parametrize("shape", [(20, 37, 51), (64, 33, 32), (97, 40, 31)])
 def test_windows_cover_every_voxel_in_its_place(shape: tuple[int, int, int]) -> None:
     image = torch.from_numpy(np.random.default_rng(0).random((1, *shape)).astype(np.float32))
-    logits = predict_logits(Threshold(), image, (32, 32, 32), overlap=0.5, device=torch.device("cpu"))
+    logits = assembled(Threshold(), image, (32, 32, 32), overlap=0.5)
     assert logits.shape == (2, *shape)
     assert torch.equal(logits.argmax(0), (image[0] > 0.5).long())
 
@@ -50,7 +52,7 @@ def test_logits_return_to_where_they_came_from(spacing: tuple[float, float, floa
     grid = canonical_grid(source, (1.0, 1.0, 1.5))
     inside = distance_from_centre(grid, source) - 8.0
     logits = torch.from_numpy(np.stack([inside, -inside]).astype(np.float32))
-    winner = to_source_grid(logits, grid, source)
+    winner = to_source_grid(cut(logits, 7), grid, source)
     distance = distance_from_centre(source, source) - 8.0
     clear = np.abs(distance) > 0.2  # linear interpolation of a distance is exact but for its curvature
     np.testing.assert_array_equal(winner[clear], (distance < 0)[clear])
@@ -73,9 +75,8 @@ def test_mirrored_windows_are_answered_and_turned_back() -> None:
             return torch.cat([image, places], dim=1)
 
     image = torch.rand(1, 32, 32, 32)
-    settings = {"overlap": 0.5, "device": torch.device("cpu")}
-    plain = predict_logits(Ramp(), image, (32, 32, 32), **settings)
-    both = predict_logits(Ramp(), image, (32, 32, 32), mirror_axes=(0, 2), **settings)
+    plain = assembled(Ramp(), image, (32, 32, 32), overlap=0.5)
+    both = assembled(Ramp(), image, (32, 32, 32), overlap=0.5, mirror_axes=(0, 2))
     torch.testing.assert_close(plain[0], image[0])
     torch.testing.assert_close(both[0], image[0])
     torch.testing.assert_close(both[1], torch.full_like(both[1], 0.5))
@@ -85,7 +86,7 @@ def test_the_outermost_voxels_take_the_nearest_answer() -> None:
     source = Grid(shape=(204, 8, 8), affine=np.diag([0.5, 1, 1, 1]))
     grid = canonical_grid(source, (4.0, 1.0, 1.0))  # 25.5 voxels become 26 or 25: an edge is cut
     logits = torch.stack([torch.zeros(grid.shape), torch.ones(grid.shape)])
-    assert to_source_grid(logits, grid, source).all()
+    assert to_source_grid(cut(logits, 5), grid, source).all()
 
 
 def write_cube(path: Path, codes: str) -> np.ndarray:
@@ -110,6 +111,18 @@ def test_a_prediction_lies_on_the_input_whatever_its_orientation(tmp_path: Path,
     labels, volumes = predictor(Threshold(), config).predict(case)
     np.testing.assert_array_equal(labels, (expected > 0.5) * 5)
     np.testing.assert_allclose(volumes[0].affine, nib.load(path).affine)
+
+
+def test_an_answer_that_is_no_number_is_no_label(tmp_path: Path) -> None:
+    class Broken(nn.Module):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return torch.cat([image, image / 0 * 0], dim=1)
+
+    config = compose("swin_ct", ["memory=cpu", *TINY_UNETR, "data.window_hu=[-1,1]", "data.spacing_mm=[2,1.2,1.5]"])
+    write_cube(tmp_path / "scan.nii.gz", "RAS")
+    case = Case(name="scan", patient="scan", images=(tmp_path / "scan.nii.gz",), label=None)
+    with pytest.raises(DataError, match=r"scan\.nii\.gz: the network's answer is not a number"):
+        predictor(Broken(), config).predict(case)
 
 
 REAL_SCANS = [

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+from medckpt.blocks import DataConfig
 from medckpt.datasets.check.case import label_grid_findings, warnings_into
 from medckpt.datasets.layouts import Case
 from medckpt.datasets.reading import read_grid
@@ -18,14 +20,20 @@ from medckpt.geometry import same_grid
 Progress = Callable[[int, int], None]
 
 
-def failing_cases(cases: Sequence[Case], *, threads: int = 2, progress: Progress | None = None) -> dict[str, str]:
+def failing_cases(
+    cases: Sequence[Case], config: DataConfig, *, threads: int = 2, progress: Progress | None = None
+) -> dict[str, str]:
     """Returns the cases whose headers show that they cannot be used, each with the reason.
 
-    What the readers warn of is left to the reading itself, so that it is said once.
+    `config` says which faults reading mends. What the readers warn of is left to the reading itself, so that it is
+    said once.
     """
     failed = {}
     with warnings_into([], Path()), ThreadPoolExecutor(threads) as pool:
-        for done, (case, problem) in enumerate(zip(cases, pool.map(_problem, cases), strict=True), start=1):
+        problems = pool.map(partial(_problem, config), cases)
+        for done, (case, problem) in enumerate(zip(cases, problems, strict=True), start=1):
+            zip(cases, pool.map(partial(_problem, config), cases), strict=True), start=1
+        ):
             if problem:
                 failed[case.name] = problem
             if progress:
@@ -33,16 +41,17 @@ def failing_cases(cases: Sequence[Case], *, threads: int = 2, progress: Progress
     return failed
 
 
-def _problem(case: Case) -> str | None:
+def _problem(config: DataConfig, case: Case) -> str | None:
     try:
-        first = read_grid(case.images[0])
-        for path in case.images[1:]:
-            if not same_grid(first, read_grid(path)):
+        first, *others = (read_grid(path, config.dicom, shear=config.shear) for path in case.images)
+        for path, grid in zip(case.images[1:], others, strict=True):
+            if not same_grid(first, grid):
                 names = f"{case.images[0].name} and {path.name}"
                 return f"its channels {names} lie on different grids. Resample them to one grid first."
         if case.label is None:
             return "it has no label map."
-        findings = label_grid_findings(read_grid(case.label), first, case.label)
+        label = read_grid(case.label, shear=config.shear)
+        findings = [] if config.label_grid == "resample" else label_grid_findings(label, first, case.label)
     except DataError as error:
         return str(error)
     return findings[0].text if findings else None
