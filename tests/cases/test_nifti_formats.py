@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import SimpleITK as sitk
 
-from medckpt.datasets.reading import files_of, read_grid, read_label, read_volume
+from medckpt.datasets.reading import read_grid, read_label, read_volume, source_files
 from medckpt.errors import DataError, GeometryError
 from medckpt.inference.inputs import find_inputs
 from tests.cases.volumes import AXES, affine_of, numbers, save_any, save_itk, save_nifti
@@ -144,7 +144,7 @@ def test_spaces_that_are_not_the_patients(tmp_path: Path, caplog: pytest.LogCapt
 def test_a_pair_goes_by_its_header_and_its_voxels(tmp_path: Path) -> None:
     header = save_nifti(tmp_path / "a.hdr", numbers(), affine_of(AXES["LPS"]))
     voxels = tmp_path / "a.img"
-    assert files_of(header) == files_of(voxels) == [header, voxels]
+    assert source_files(header) == source_files(voxels) == [header, voxels]
     for read in (read_volume, read_label):
         np.testing.assert_array_equal(read(voxels).array, numbers())
     (case,) = find_inputs(tmp_path, channels=1)
@@ -196,7 +196,7 @@ def test_every_format_is_refused_when_it_is_cut_short(tmp_path: Path) -> None:
     array = np.random.default_rng(0).integers(0, 9999, (12, 11, 10)).astype(np.int16)
     for suffix in SUFFIXES:
         path = save_any(tmp_path / f"a{suffix}", array, affine_of(AXES["LPS"]))
-        file = files_of(path)[-1]
+        file = source_files(path)[-1]
         file.write_bytes(file.read_bytes()[:-40])
         with pytest.raises(DataError, match=rf"a\{suffix}.*"):
             read_volume(path)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import SimpleITK as sitk
 
-from medckpt.datasets.reading import files_of, read_grid, read_label, read_volume, write_label
+from medckpt.datasets.reading import read_grid, read_label, read_volume, source_files, write_label
 from medckpt.errors import DataError, GeometryError
 from medckpt.geometry import Grid, grid_difference_mm, same_grid, shear
 from tests.conftest import shared_data
@@ -299,7 +299,7 @@ def test_voxels_in_a_file_beside_the_header(tmp_path: Path, compressed: bool) ->
     voxels = tmp_path / ("a.zraw" if compressed else "a.raw")
     for name in ("a.mhd", "b.mha") if compressed else ("a.mhd", "b.mha", "c.nrrd"):
         np.testing.assert_array_equal(read_volume(tmp_path / name).array, array.transpose(2, 1, 0))
-        assert files_of(tmp_path / name) == [tmp_path / name, voxels]
+        assert source_files(tmp_path / name) == [tmp_path / name, voxels]
     voxels.write_bytes(voxels.read_bytes()[:-7])
     with pytest.raises(DataError, match=r"a\.mhd"):
         read_volume(tmp_path / "a.mhd")
@@ -316,7 +316,7 @@ def test_voxels_elsewhere_are_refused(tmp_path: Path, named: str) -> None:
     path.write_text(path.read_text().replace("a.raw", named))
     with pytest.raises(DataError, match=r"a\.mhd: the voxels lie elsewhere \(.*\).*a\.mha"):
         read_volume(path)
-    assert files_of(path) == [path]
+    assert source_files(path) == [path]
 
 
 def test_itk_files_that_are_refused(tmp_path: Path) -> None:

@@ -32,8 +32,6 @@ def failing_cases(
     with warnings_into([], Path()), ThreadPoolExecutor(threads) as pool:
         problems = pool.map(partial(_problem, config), cases)
         for done, (case, problem) in enumerate(zip(cases, problems, strict=True), start=1):
-            zip(cases, pool.map(partial(_problem, config), cases), strict=True), start=1
-        ):
             if problem:
                 failed[case.name] = problem
             if progress:
