@@ -141,7 +141,7 @@ def test_d25_folders_of_any_name(tmp_path: Path, folder: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["1·", "肺", "IM 0 ", "%20[", "🩻"])
-def test_d26_source_files_any_name(tmp_path: Path, prefix: str) -> None:
+def test_d26_files_of_any_name(tmp_path: Path, prefix: str) -> None:
     make_series(tmp_path, prefix=prefix, pixels=pattern, **stacked("axial"))
     assert_placed(read_volume(tmp_path), "axial", range(6))
     assert_placed(read_volume(tmp_path / f"{prefix}3.dcm"), "axial", range(6))
