@@ -36,6 +36,7 @@ def read_itk_grid(path: Path) -> Grid:
     import SimpleITK as sitk
 
     fields = _fields(path)
+    _require_sound(path, fields)
     _require_voxels(path, fields)
     reader = sitk.ImageFileReader()
     reader.SetImageIO(_reader_of(path))  # ITK looks for suffixes in lower case alone
@@ -71,8 +72,9 @@ def voxel_file(path: Path) -> Path | None:
         named = _detached(_fields(path))
     except DataError:
         return None
-    beside = path.parent / named if named else None
-    return beside if beside is not None and _is_beside(named) and beside.is_file() else None
+    if named is None or not _is_beside(named) or not (path.parent / named).is_file():
+        return None
+    return path.parent / named
 
 
 def _reader_of(path: Path) -> str:
@@ -91,10 +93,31 @@ def _fields(path: Path) -> dict[str, str]:
     fields: dict[str, str] = {}
     for match in _FIELD.finditer(head):
         name = match[1].decode().replace(" ", "").lower()
+        if name in fields and path.suffix.lower() != ".nrrd":
+            raise DataError(f"{path}: {match[1].decode()} is in the header twice. Copy or convert the file again.")
         fields.setdefault(name, match[2].decode("utf-8", "replace").strip())
         if name == "elementdatafile":  # the last field of a MetaImage; voxels may follow
             break
     return fields
+
+
+def _require_sound(path: Path, fields: dict[str, str]) -> None:
+    """Refuses a MetaImage header whose lists are of other lengths than NDims says, or come before it.
+
+    ITK (5.4) writes past the end of its memory on some of them, which ends the process.
+    """
+    if path.suffix.lower() == ".nrrd":
+        return
+    lengths = {"transformmatrix": 2, "rotation": 2, "orientation": 2} | dict.fromkeys(
+        ("offset", "position", "origin", "centerofrotation", "elementspacing", "elementsize", "dimsize"), 1
+    )
+    text, names = fields.get("ndims", ""), list(fields)
+    sound = text in ("2", "3", "4", "5")
+    for name, power in lengths.items():
+        if sound and name in fields:
+            sound = names.index("ndims") < names.index(name) and len(fields[name].split()) == int(text) ** power
+    if not sound:
+        raise DataError(f"{path}: ITK cannot read the file (a damaged header). Copy or convert it again.")
 
 
 def _detached(fields: dict[str, str]) -> str | None:

@@ -11,7 +11,7 @@ import logging
 import math
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import nibabel as nib
 import numpy as np
@@ -64,7 +64,8 @@ def read_nifti(path: Path, floating: bool) -> tuple[np.ndarray, Grid]:
     _require_voxels(image, path)
     try:
         if path.name.lower().endswith(".gz"):
-            image = type(image).from_bytes(_unzipped(image, path))
+            kind: Any = type(image)
+            image = kind.from_bytes(_unzipped(image, path))
         array = np.asarray(image.dataobj, dtype=np.float32) if floating else np.asarray(image.dataobj)
     except _LIBRARY_ERRORS as error:
         raise DataError(_unreadable(path, error)) from error
@@ -158,13 +159,13 @@ def _open(path: Path) -> nib.Nifti1Pair:
 
 def _end_of_voxels(image: nib.Nifti1Pair) -> int:
     """Where in its (unzipped) file the last voxel ends, as the header says."""
-    voxels = image.dataobj
+    voxels: Any = image.dataobj
     return int(voxels.offset) + math.prod(map(int, voxels.shape)) * voxels.dtype.itemsize
 
 
 def _require_whole(image: nib.Nifti1Pair, path: Path) -> None:
     """Refuses a file shorter than its header says, before memory is taken for the voxels that are not there."""
-    file = Path(image.file_map["image"].filename)
+    file = Path(str(image.file_map["image"].filename))
     if not file.exists():
         raise DataError(f"{path}: the voxels are not there; put {file.name} beside it.")
     needed, there = _end_of_voxels(image), file.stat().st_size
@@ -172,7 +173,7 @@ def _require_whole(image: nib.Nifti1Pair, path: Path) -> None:
         raise DataError(_unreadable(path, ValueError(f"{needed} bytes are announced, {there} are there")))
 
 
-def _unzipped(image: nib.Nifti1Image, path: Path) -> bytes:
+def _unzipped(image: nib.Nifti1Pair, path: Path) -> bytes:
     """The file as far as its voxels reach; read to its end all the same, where gzip keeps the checksum."""
     with gzip.open(path) as stream:
         content = stream.read(_end_of_voxels(image))

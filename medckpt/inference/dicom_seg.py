@@ -255,7 +255,7 @@ def _segmentation(
     first = sources[0]
     number = first.get("SeriesNumber")
     description = str(first.get("SeriesDescription") or "").replace("\\", "/")
-    segmentation = highdicom.seg.Segmentation(
+    segmentation: Any = highdicom.seg.Segmentation(
         source_images=sources,
         pixel_array=planes,
         segmentation_type=seg_type.upper(),

@@ -202,6 +202,26 @@ def test_every_format_is_refused_when_it_is_cut_short(tmp_path: Path) -> None:
             read_volume(path)
 
 
+@pytest.mark.parametrize(
+    ("what", "instead", "match"),
+    [
+        (b"NDims = 3", b"NDimz = 3", "a damaged header"),
+        (b"NDims = 3", b"NDims = 9", "a damaged header"),
+        (b"DimSize = 4 5 6", b"DimSize = 4 5", "a damaged header"),
+        (b"ElementSpacing = ", b"ElementSpacing = 1 ", "a damaged header"),
+        (b"NDims = 3\n", b"TransformMatrix = 1 0 0 0 1 0 0 0 1\nNDims = 3\n", "TransformMatrix is in the header twice"),
+    ],
+)
+def test_headers_on_which_itk_ends_the_process(tmp_path: Path, what: bytes, instead: bytes, match: str) -> None:
+    """Lists before NDims, or of another length, are written past the end of memory (found by mutated files)."""
+    path = save_itk(tmp_path / "a.mha", numbers(), np.diag([-1.0, -1, 1, 1]))
+    assert path.read_bytes().count(what) == 1
+    path.write_bytes(path.read_bytes().replace(what, instead))
+    for read in (read_volume, read_label, read_grid):
+        with pytest.raises(DataError, match=rf"a\.mha: .*{match}"):
+            read(path)
+
+
 def test_a_damaged_gzip_stream(tmp_path: Path) -> None:
     path = save_nifti(tmp_path / "a.nii.gz", numbers((20, 20, 20)), affine_of(AXES["LPS"]))
     raw = bytearray(path.read_bytes())

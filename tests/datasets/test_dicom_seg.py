@@ -120,12 +120,21 @@ def test_a_segmentation_is_the_label_of_a_case(tmp_path: Path) -> None:
 
 
 def test_real_ct_with_26_organs(tmp_path: Path) -> None:
-    scan = shared_data("totalsegmentator/ct_dicom_j2k")
+    """Its files lack all identifiers but their own; with those of study and series put in, it is like any other."""
+    stripped = shared_data("totalsegmentator/ct_dicom_j2k")
+    scan = tmp_path / "ct"
+    scan.mkdir()
+    for file in stripped.iterdir():
+        ds = pydicom.dcmread(file)
+        ds.StudyInstanceUID, ds.SeriesInstanceUID = "1.2.826.0.1.3680043.8.498.4", "1.2.826.0.1.3680043.8.498.5"
+        ds.save_as(scan / file.name)
     reference = read_label(shared_data("totalsegmentator/ct_dicom_seg117.nii.gz"))
     grid = read_volume(scan).grid
     expected = resample(reference.array, reference.grid, grid, order=0, fill=0)
     assert np.array_equal(np.bincount(expected.ravel()), np.bincount(reference.array.ravel()))  # copied, not resampled
-    labels = {"background": 0} | {f"organ {value}": value for value in range(1, 118)}
+    labels = {"background": 0} | {f"organ {value}": value for value in np.unique(expected).tolist()[1:]}
+    with pytest.raises(DataError, match="no StudyInstanceUID and SeriesInstanceUID"):
+        write_dicom_seg(tmp_path / "seg.dcm", expected, grid, stripped, labels)
     write_dicom_seg(tmp_path / "seg.dcm", expected, grid, scan, labels)
     np.testing.assert_array_equal(read_dicom_seg(tmp_path / "seg.dcm", onto=grid).array, expected)
 
