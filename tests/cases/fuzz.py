@@ -118,6 +118,7 @@ def _misread(name: str, case: CaseCheck, root: Path) -> str | None:
         for file in sorted(path.iterdir()):
             dataset = pydicom.dcmread(file, force=True)
             if "Rows" in dataset and "PixelData" in dataset:
+                dataset.PhotometricInterpretation = "MONOCHROME2"  # it changes no stored value, and may be gone
                 slope, inter = float(dataset.get("RescaleSlope", 1)), float(dataset.get("RescaleIntercept", 0))
                 values.append(dataset.pixel_array.astype(np.float32) * np.float32(slope) + np.float32(inter))
         low, high = min(float(v.min()) for v in values), max(float(v.max()) for v in values)

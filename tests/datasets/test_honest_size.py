@@ -37,7 +37,7 @@ def test_a_promise_costs_no_memory(tmp_path: Path, suffix: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(
-            DataError, match="promises 4096 x 4096 x 64 voxels in 2147484000 bytes, the file holds 1376"
+            DataError, match=r"2147484000 bytes.* 1376\b"
         ):
             read_volume(path)
         assert tracemalloc.get_traced_memory()[1] < 8e6
