@@ -37,7 +37,17 @@ SCANNER_CODE = 1
 """qform_code and sform_code of what is written: 1, scanner anatomical coordinates."""
 
 _MM_PER_UNIT = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}  # xyzt_units & 7: unknown, metre, millimetre, micron
-_LIBRARY_ERRORS = (ImageFileError, HeaderDataError, OSError, EOFError, zlib.error, ValueError, KeyError, MemoryError)
+_LIBRARY_ERRORS = (
+    ImageFileError,
+    HeaderDataError,
+    OSError,
+    EOFError,
+    zlib.error,
+    ValueError,
+    KeyError,
+    MemoryError,
+    OverflowError,
+)
 
 logger = logging.getLogger("medckpt")
 
@@ -168,6 +178,9 @@ def _require_whole(image: nib.Nifti1Pair, path: Path) -> None:
     file = Path(str(image.file_map["image"].filename))
     if not file.exists():
         raise DataError(f"{path}: the voxels are not there; put {file.name} beside it.")
+    voxels: Any = image.dataobj
+    if int(voxels.offset) < 0:
+        raise DataError(_unreadable(path, ValueError(f"voxels from byte {voxels.offset} on")))
     needed, there = _end_of_voxels(image), file.stat().st_size
     if not file.name.lower().endswith(".gz") and there < needed:
         raise DataError(_unreadable(path, ValueError(f"{needed} bytes are announced, {there} are there")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -88,7 +89,9 @@ def write_dicom_seg(
     place = _placement(sources, grid, len(planes))
     described = _descriptions(classes, numbers, codes or {})
     try:
-        made = _segmentation(planes, sources, place, described, seg_type, omit_empty_frames, moment)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on what the source's patient and study are called
+            made = _segmentation(planes, sources, place, described, seg_type, omit_empty_frames, moment)
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # how highdicom says that a header will not do
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(
@@ -191,6 +194,12 @@ def _source_headers(series: Path, grid: Grid) -> list[Any]:
             header.ImageOrientationPatient = headers[0].ImageOrientationPatient
             header.SliceThickness = header.get("SliceThickness") or format_number_as_ds(grid.spacing_mm[2])
             header.SpacingBetweenSlices = format_number_as_ds(grid.spacing_mm[2])  # the tag may mean a gap
+        elif header.get("PerFrameFunctionalGroupsSequence"):
+            # highdicom looks for these in the shared groups, some scanners write them into every frame.
+            shared, first = header.SharedFunctionalGroupsSequence[0], header.PerFrameFunctionalGroupsSequence[0]
+            for name in ("PixelMeasuresSequence", "PlaneOrientationSequence"):
+                if name not in shared and name in first:
+                    setattr(shared, name, first[name].value)
     if made_up:
         logger.warning("%s: no FrameOfReferenceUID; the segmentation gets one, the series has none", series)
     return headers

@@ -222,6 +222,30 @@ def test_headers_on_which_itk_ends_the_process(tmp_path: Path, what: bytes, inst
             read(path)
 
 
+@pytest.mark.parametrize("offset", [-1.0, -3e38, 3e38, np.inf, np.nan, 1e12])
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz", ".hdr"])
+def test_an_offset_that_points_nowhere(tmp_path: Path, suffix: str, offset: float) -> None:
+    """vox_offset is a float at byte 108."""
+    path = save_nifti(tmp_path / f"a{suffix}", numbers(), affine_of(AXES["LPS"]))
+    raw = bytearray(gzip.decompress(path.read_bytes()) if suffix == ".nii.gz" else path.read_bytes())
+    raw[108:112] = np.array(offset, "<f4").tobytes()
+    path.write_bytes(gzip.compress(bytes(raw)) if suffix == ".nii.gz" else raw)
+    for read in (read_volume, read_label):
+        with pytest.raises(DataError, match=rf"a\{suffix}: the file cannot be read as NIfTI"):
+            read(path)
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz", ".hdr"])
+def test_sizes_that_are_not_there(tmp_path: Path, suffix: str) -> None:
+    """dim is six int16 from byte 40 on: 32767 cubed would be 64 TiB, of which nothing is taken."""
+    path = save_nifti(tmp_path / f"a{suffix}", numbers(), affine_of(AXES["LPS"]))
+    raw = bytearray(gzip.decompress(path.read_bytes()) if suffix == ".nii.gz" else path.read_bytes())
+    raw[42:48] = np.array([32767] * 3, "<i2").tobytes()
+    path.write_bytes(gzip.compress(bytes(raw)) if suffix == ".nii.gz" else raw)
+    with pytest.raises(DataError, match=rf"a\{suffix}: the file cannot be read as NIfTI"):
+        read_volume(path)
+
+
 def test_a_damaged_gzip_stream(tmp_path: Path) -> None:
     path = save_nifti(tmp_path / "a.nii.gz", numbers((20, 20, 20)), affine_of(AXES["LPS"]))
     raw = bytearray(path.read_bytes())
