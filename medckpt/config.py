@@ -298,7 +298,8 @@ def explain(recipe: str, error: Exception) -> str:
         return f"{key}: recipe {recipe} leaves it open. {way_out}"
     group_key = re.search(r"Could not override '([^']+)'", text)
     if group_key:
-        return f"{group_key.group(1)}: unknown key. {suggest(group_key.group(1), _siblings(group_key.group(1)))}"
+        name = group_key.group(1)
+        return f"{name}: unknown key. {suggest(name.rpartition('.')[2], _siblings(name))}"
     return f"recipe={recipe}: {text.splitlines()[0] if text else type(error).__name__}"
 
 

@@ -131,3 +131,13 @@ def test_both_sides_of_the_sliding_window_give_the_same_labels(monkeypatch: pyte
     assert "* labels of all runs are equal" in module.table(runs)
     runs["monai"][0]["labels"] = ""
     assert "* labels of all runs are NOT EQUAL" in module.table(runs)
+
+
+def test_a_series_is_read_the_same_by_all_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    series = load("read_series", monkeypatch)
+    monkeypatch.setattr(series, "KINDS", {"12 bits, -1024 HU": (12, False, -1024)})
+    assert series.main(["--rounds", "1", "--size", "16", "12", "5", "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "read_series.json").read_text())["rows"]  # it ends if their sums differ
+    assert [row["reader"] for row in rows] == ["medckpt", "simpleitk", "simpleitk, array"]
+    assert all(row["peak_mib"] > row["added_mib"] >= 0 for row in rows)
+    assert "| medckpt | int16 |" in (tmp_path / "read_series.md").read_text()

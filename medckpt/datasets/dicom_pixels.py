@@ -97,7 +97,7 @@ def _read_plain(file: FileIO, slice_: Slice, plane: np.ndarray) -> tuple[np.ndar
     stored = plane.view(dtype) if in_place else np.empty(plane.shape, dtype)
     assert kind.offset is not None
     file.seek(kind.offset)
-    room = memoryview(stored).cast("B")
+    room = stored.data.cast("B")
     while len(room):
         count = file.readinto(room)
         if not count:
