@@ -43,6 +43,14 @@ while True:
 """
 
 
+@pytest.fixture(autouse=True)
+def raising() -> Iterator[None]:
+    """Python's own handler: where the tests run in a shell's background, Ctrl-C is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_process_is_interrupted_again_and_again_and_ends_by_it() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
