@@ -174,7 +174,7 @@ def test_the_smallest_budget_is_a_budget_in_bytes():
     x, y = torch.randn(4, 8), torch.randint(0, CLASSES, (4,))
     loss = nn.CrossEntropyLoss()
     with pytest.raises(medckpt.InfeasibleBudget) as caught:
-        medckpt.plan(Whole(), x, budget=1, memory="cpu", loss=loss, target=y, measure=False)
+        medckpt.plan(Whole(), x, budget="1KiB", memory="cpu", loss=loss, target=y, measure=False)
     smallest = caught.value.smallest_bytes
     assert smallest < 2**20
     plan = medckpt.plan(Whole(), x, budget=smallest, memory="cpu", loss=loss, target=y, measure=False)
