@@ -13,8 +13,8 @@ _UNITS = {
     "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9,
     "tb": 10**12,
 }  # fmt: skip
-_LEAST = 2**20
-"""A number without a unit is one of bytes from here on: nobody means 8 bytes."""
+_LEAST, _LEAST_INT = 2**20, 2**10
+"""A number without a unit, as words and in Python, is one of bytes from here on: nobody means 8 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def _bytes(budget: object) -> int:
         )
     if found[2]:
         return int(number * _UNITS[found[2].lower()])
-    if number < _LEAST or number != int(number):
+    if number < (_LEAST_INT if isinstance(budget, int) else _LEAST) or number != int(number):
         raise ConfigError(f"budget={budget}: of what? Give the unit: budget={found[1]}GiB.")
     return int(found[1].rstrip("."))
 

@@ -67,7 +67,7 @@ def _budget_problems(budget: str | int, memory: MemoryProfile) -> list[str]:
     if budget == "auto":
         return []  # what the device has; a finished run is read where there is no such device
     try:
-        allowance.read_budget(budget, memory)
+        allowance.read_budget(str(budget), memory)
     except ConfigError as error:
         return [str(error)]
     return []

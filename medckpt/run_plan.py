@@ -89,7 +89,7 @@ def plan_budget(
     config = composed.config
     profile = load_profile(config.memory)
     console.scaled(recipe, composed.scaled)
-    allowance = read_budget(config.budget or "auto", profile)
+    allowance = read_budget(str(config.budget or "auto"), profile)
     command = _train_command(recipe, overrides)
     task = _task(config, channels, classes)
     with console.bar("steps traced", None) as advance:

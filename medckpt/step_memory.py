@@ -52,7 +52,7 @@ def plan_step(config: RunConfig, task: Task, network: nn.Module) -> PlannedStep 
     if config.budget is None:
         return None
     profile = load_profile(config.memory)
-    allowance = read_budget(config.budget, profile)
+    allowance = read_budget(str(config.budget), profile)
     with console.bar("plan: steps traced", None) as advance:
         planner_ = budget.planner_of(config, profile, task, network, lambda what: advance())
         plan = planner_.within(allowance.peak_bytes, allowance.device_bytes)

@@ -46,10 +46,14 @@ def test_a_device_whose_capacity_is_not_known() -> None:
         read_budget("auto", dataclasses.replace(CARD, name="open", capacity_bytes=None))
 
 
-@pytest.mark.parametrize("budget", [8, 1000, "8", "1000", "0.5", MIB - 1])
+@pytest.mark.parametrize("budget", [8, 1000, "8", "1000", "0.5", str(MIB - 1)])
 def test_a_number_without_a_unit(budget: str | int) -> None:
     with pytest.raises(ConfigError, match=rf"^budget={budget}: of what\? Give the unit: budget={budget}GiB\.$"):
         read_budget(budget, CARD)
+
+
+def test_a_small_number_in_python_is_one_of_bytes() -> None:
+    assert read_budget(664800, CARD) == Allowance(peak_bytes=664800)
 
 
 @pytest.mark.parametrize("budget", ["17GiB", 17 * GIB, "1TiB", "a100_80gb"])

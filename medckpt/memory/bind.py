@@ -26,8 +26,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
 from medckpt.errors import ConfigError
+from medckpt.memory.loss_trial import LossTrial
 from medckpt.memory.samples import find_tail, lever_of, refuse_coupled, refuse_dependence
-from medckpt.memory.target_loss import SummedLoss, TargetLoss, refuse_other_losses, sliced
+from medckpt.memory.target_loss import SummedLoss, TargetLoss, sliced
 
 log = logging.getLogger("medckpt")
 
@@ -69,13 +70,14 @@ class BoundStep:
             refuse_dependence(model, self.tail)
         self._checked = False
         """Whether the first step has shown that samples may run apart."""
-        self._loss_checked = False
+        self._trial = LossTrial(loss, self.summed)
 
     def __call__(self, inputs: Any, target: Any) -> Tensor:
         trained = any(p.requires_grad for p in self.model.parameters())
         if not torch.is_grad_enabled() or not trained or not (self.tail or self.micro_batches > 1):
-            return self.loss(_call(self.model, inputs), target)
+            return self.loss(call(self.model, inputs), target)
         batch = self._batch_of(inputs, target)
+        self._trial.renew(target)
         loss = self._with_tail(inputs, target, batch) if self.tail else self._in_micro_batches(inputs, target, batch)
         self._checked = True
         return loss
@@ -128,17 +130,15 @@ class BoundStep:
             raise ConfigError(f"micro_batches={self.micro_batches}: does not divide the {batch} samples of a step.")
 
         def run(piece: slice) -> Tensor:
-            return self._loss(_call(self.model, sliced(inputs, piece)), sliced(target, piece), target)
+            return self._loss(call(self.model, sliced(inputs, piece)), sliced(target, piece), target)
 
         if not self._checked:
-            refuse_coupled("micro_batches", self.model, lambda trees: _call(self.model, trees), [inputs])
+            refuse_coupled("micro_batches", self.model, lambda trees: call(self.model, trees), [inputs])
         return self._apply(run, batch, self.micro_batches, [], [p for p in self.model.parameters() if p.requires_grad])
 
     def _loss(self, output: Any, target: Any, whole: Any) -> Tensor:
         """Returns the loss of one piece, or what is summed of it; `whole` is the target of all pieces."""
-        if not self._loss_checked:
-            refuse_other_losses(self.loss, self.summed, output, whole)
-            self._loss_checked = True
+        self._trial(output, whole)
         return self.loss(output, target) if self.summed is None else self.summed.statistics(output, target)
 
     def _apply(
@@ -307,7 +307,7 @@ def _cut_out(early: nn.Module, last: nn.Module, head: nn.Module) -> Iterator[dic
                 module.__dict__["forward"] = forward
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
+def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, tuple):
         return model(*inputs)
     return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)

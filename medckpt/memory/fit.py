@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -15,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from medckpt.errors import ConfigError, InfeasibleBudget
 from medckpt.memory.additive import AdditiveModel
 from medckpt.memory.baselines import baseline, with_own_flag
-from medckpt.memory.bind import bind
 from medckpt.memory.graph import StepGraph
 from medckpt.memory.options import OPTIONS, lay_on, lean_modules, options_for, twin, without_recompute
 from medckpt.memory.plan import MemoryPlan, RegionPlan, model_key, shapes_of
@@ -28,7 +28,9 @@ from medckpt.memory.step import Loss, Step, StepRunner
 from medckpt.memory.target_loss import TargetLoss
 from medckpt.memory.timing import RegionTimes, measure_times, recomputed, take_times
 from medckpt.memory.trace import trace_step
-from medckpt.memory.ways import BoundModel, Way, real_tensors, refuse_impossible, refuse_random, ways_to_try
+from medckpt.memory.ways import BoundModel, Way, exact_ways, real_tensors, refuse_impossible, ways_to_try
+
+log = logging.getLogger("medckpt")
 
 _ROUNDS = 4
 """How often a budget is tightened where the exact simulation finds more than the additive model did."""
@@ -118,21 +120,22 @@ class Planner:
             micro_batches=self.fixed_micro_batches,
             tail=self.fixed_tail,
         )
-        found, reason = [], "the step has no way to run."
-        for way in wanted:
-            try:
-                if way != Way() and self.target_loss is not None:
-                    model = copy.deepcopy(self.model) if self.measure else self.model
-                    step = bind(model, self.target_loss, tail=way.tail, micro_batches=way.micro_batches)
-                    refuse_random(way, self._plain_graph)
-                    if self.measure:  # a first step with values tries whether samples depend on one another
-                        step(real_tensors(self.inputs), real_tensors(self.target))
-                found.append(way)
-            except ConfigError as error:
-                reason = str(error)
-        if not found:
-            raise ConfigError(reason)
-        return tuple(found)
+        if self.target_loss is None:
+            return tuple(wanted)
+        step = self.model, self.target_loss, self.inputs, self.target
+        return exact_ways(wanted, *step, run=self.measure, record=lambda: self._plain_graph)
+
+    def _stands(self, way: Way) -> bool:
+        """Whether a way that nobody asked for can be traced."""
+        try:
+            self._model(way)
+        except ConfigError as error:
+            if way == Way() or len(self.ways) == 1:
+                raise
+            log.info("%s is left out: %s", way, error)
+            self.ways = tuple(other for other in self.ways if other != way)
+            return False
+        return True
 
     @cached_property
     def _plain_graph(self) -> StepGraph:
@@ -156,7 +159,7 @@ class Planner:
             default=None,
         )
         for way in self.ways:
-            if best is not None and self._cannot_beat(way, best):
+            if (best is not None and self._cannot_beat(way, best)) or not self._stands(way):
                 continue
             for found in (self._within(way, budget_bytes), *self._offloaded(way, budget_bytes)):
                 if found is not None and (best is None or found.predicted_step_ms < best.predicted_step_ms):
@@ -209,7 +212,7 @@ class Planner:
     def smallest(self) -> MemoryPlan:
         """Returns the plan with the smallest peak."""
         plans = []
-        for way in self.ways:
+        for way in filter(self._stands, self.ways):
             model = self._model(way)
             choices = leanest(model)
             plans.append(self._judged(way, self._own(choices), model.peak_bytes(choices)))

@@ -114,7 +114,7 @@ class MemoryPlan:
         """
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: cannot be read as a memory plan ({error}).") from error
         return _from_dict(read, str(path))
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from medckpt.errors import ConfigError
-from medckpt.memory.bind import bind, find_tail
+from medckpt.memory.bind import bind, call, find_tail
 from medckpt.memory.graph import Op, StepGraph
+from medckpt.memory.loss_trial import LossRaisedError, LossTrial
+from medckpt.memory.measure import fake_copy
 from medckpt.memory.target_loss import TargetLoss
+
+_MOST_TRIED = 16
+"""Micro-batches of a step that are tried by themselves: each count is traced part by part, and more bring little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +47,60 @@ def ways_to_try(
         # Micro-batches of the whole network take more time for the same memory (B4 of the frontier study).
         return [*found, Way(tail=True)]
     if by_samples and tail is not True and micro_batches != 1:
-        counts = [k for k in range(2, samples + 1) if samples % k == 0]
-        found += [Way(micro_batches=k) for k in counts if micro_batches in (None, k)]
+        counts = [k for k in range(2, min(samples, _MOST_TRIED) + 1) if samples % k == 0]
+        found += [Way(micro_batches=k) for k in (counts if micro_batches is None else [micro_batches])]
     return found
+
+
+def exact_ways(
+    wanted: Sequence[Way],
+    model: nn.Module,
+    loss: TargetLoss,
+    inputs: Any,
+    target: Any,
+    *,
+    run: bool,
+    record: Callable[[], StepGraph],
+) -> tuple[Way, ...]:
+    """Returns those of `wanted` that give the plain step's gradients, as far as it shows before training.
+
+    Args:
+        wanted: at least one.
+        model, loss, inputs, target: of the step; the model is left untouched.
+        run: whether steps may be run with values, on copies: they show whether samples depend on one another.
+        record: gives the record of the plain step.
+
+    Raises:
+        ConfigError: none of them does; with the reason of the last.
+    """
+    found, reason, not_by_samples = [], "the step has no way to run.", None
+    for way in wanted:
+        try:
+            if way != Way():
+                step = bind(
+                    copy.deepcopy(model) if run else model, loss, tail=way.tail, micro_batches=way.micro_batches
+                )
+                refuse_random(way, record())
+                if not_by_samples is None:
+                    not_by_samples = _refusal(lambda: refuse_loss(model, loss, inputs, target))
+                if not_by_samples:
+                    raise ConfigError(not_by_samples)
+                if run:
+                    step(real_tensors(inputs), real_tensors(target))
+            found.append(way)
+        except ConfigError as error:
+            reason = str(error)
+    if not found:
+        raise ConfigError(reason)
+    return tuple(found)
+
+
+def _refusal(trial: Callable[[], None]) -> str:
+    try:
+        trial()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def refuse_impossible(
@@ -81,6 +140,25 @@ def refuse_random(way: Way, graph: StepGraph) -> None:
                 f"micro_batches: '{op.region}' draws at random ({op.name}), and part by part it would draw other "
                 "numbers than for the whole batch. Use recompute instead."
             )
+
+
+def refuse_loss(model: nn.Module, loss: TargetLoss, inputs: Any, target: Any) -> None:
+    """Raises ConfigError for a loss that is no mean over samples, without a step: on outputs of the model's shapes.
+
+    What cannot be tried so (a loss that wants the GPU, a model that computes constants for real) is tried by the first
+    step.
+    """
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            net = fake_copy(model, mode, device="cpu")
+            output = call(net, tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), inputs))
+    except Exception:  # a model may raise anything
+        return
+    outputs = tree_map_only(Tensor, lambda t: torch.zeros(1, dtype=t.dtype).expand(t.shape), output)
+    criterion: Any = copy.deepcopy(loss).cpu() if isinstance(loss, nn.Module) else loss
+    summed = criterion if getattr(loss, "over_batch", False) else None
+    with contextlib.suppress(LossRaisedError):
+        LossTrial(criterion, summed)(outputs, real_tensors(target))
 
 
 def _draws(op: Op) -> bool:
