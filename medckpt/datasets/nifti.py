@@ -246,7 +246,7 @@ def _mm_per_unit(header: nib.Nifti1Header, path: Path) -> float:
     return scale
 
 
-def _require_voxels(image: nib.Nifti1Image, path: Path) -> None:
+def _require_voxels(image: Any, path: Path) -> None:
     """Refuses a file that is shorter than its header says, before memory is taken for what is not there."""
     proxy = image.dataobj
     needed = int(proxy.offset) + math.prod(map(int, proxy.shape)) * proxy.dtype.itemsize

@@ -36,9 +36,7 @@ def test_a_promise_costs_no_memory(tmp_path: Path, suffix: str) -> None:
     path.write_bytes(gzip.compress(raw) if suffix == ".nii.gz" else raw)
     tracemalloc.start()
     try:
-        with pytest.raises(
-            DataError, match=r"2147484000 bytes.* 1376\b"
-        ):
+        with pytest.raises(DataError, match=r"2147484000 bytes.* 1376\b"):
             read_volume(path)
         assert tracemalloc.get_traced_memory()[1] < 8e6
     finally:
