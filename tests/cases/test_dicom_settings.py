@@ -61,7 +61,7 @@ def test_another_setting_is_another_prepared_case(gappy: Dataset, tmp_path: Path
     (filled,) = prepare([whole], gappy, FILL, cache=cache)
     (refused,) = prepare([whole], gappy, REFUSE, cache=cache)
     assert filled.folder != refused.folder
-    assert median_spacing(gappy.cases, FILL.dicom) == (0.5, 1.0, 2.0)
+    assert median_spacing(gappy.cases, FILL) == (0.5, 1.0, 2.0)
     with pytest.raises(DataError, match="slices are missing"):
         median_spacing(gappy.cases)
 
