@@ -122,7 +122,7 @@ def problems(check: DatasetCheck) -> list[tuple[str, str, str]]:
     for case in check.cases:
         for finding in case.findings:
             by_kind[finding.severity, finding.code].append((case, finding))
-    rows = [(finding.severity, "data set", finding.text) for finding in check.findings]
+    rows: list[tuple[str, str, str]] = [(finding.severity, "data set", finding.text) for finding in check.findings]
     for (severity, _), found in by_kind.items():
         if len(found) <= MOST_SINGLE:
             rows += [(severity, case.name, finding.text) for case, finding in found]

@@ -382,6 +382,8 @@ def _lost_output() -> str | None:
 def _log_to_stderr() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    said: set[str] = set()  # a file's header is read more than once, what is odd about it is said once
+    handler.addFilter(lambda record: (text := record.getMessage()) not in said and not said.add(text))  # type: ignore[func-returns-value]
     logger = logging.getLogger("medckpt")
     logger.handlers = [handler]
     logger.propagate = False

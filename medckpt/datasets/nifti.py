@@ -11,7 +11,7 @@ import logging
 import math
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import nibabel as nib
 import numpy as np
@@ -194,7 +194,7 @@ def _mm_per_unit(header: nib.Nifti1Header, path: Path) -> float:
 
 def _require_voxels(image: nib.Nifti1Image, path: Path) -> None:
     """Refuses a file that is shorter than its header says, before memory is taken for what is not there."""
-    proxy = image.dataobj
+    proxy: Any = image.dataobj
     needed = int(proxy.offset) + math.prod(map(int, proxy.shape)) * proxy.dtype.itemsize
     held = held_bytes(Path(image.file_map["image"].filename or path), needed)
     if held < needed:

@@ -35,7 +35,7 @@ def write_check_page(
         pictures: PNG files to embed, named after their case.
         out: the HTML file.
     """
-    counts = {name: check.count(name) for name in ("pass", "warn", "fail")}  # type: ignore[arg-type]
+    counts = {name: check.count(name) for name in ("pass", "warn", "fail")}
     facts = "".join(
         f'<div class="first"><dt>{name}</dt><dd class="{name}">{count}</dd></div>' for name, count in counts.items()
     )

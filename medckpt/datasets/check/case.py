@@ -157,7 +157,7 @@ def _image_facts(volume: Volume, root: Path) -> ImageFacts:
     shift, total, squares = float(array[0, 0, 0]), 0.0, 0.0
     for k in range(array.shape[2]):  # plane by plane: no second copy of the volume
         plane = np.ascontiguousarray(array[:, :, k].T)
-        digest.update(plane)
+        digest.update(plane.data)
         offset = plane.astype(np.float64) - shift
         total += float(offset.sum())
         squares += float(np.vdot(offset, offset))

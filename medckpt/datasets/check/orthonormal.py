@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -35,7 +36,7 @@ def write_orthonormal(source: Path, target: Path) -> str | None:
         GeometryError: a corner would move by more than `MOST_MOVED_VOXELS`: then only resampling helps.
     """
     try:
-        image = nib.load(source)
+        image: Any = nib.load(source)
         affine = np.asarray(image.header.get_best_affine(), dtype=np.float64)
         grid = Grid(shape=(*image.shape, 1, 1, 1)[:3], affine=affine)
     except GeometryError as error:

@@ -45,8 +45,11 @@ _RULES: tuple[tuple[str, str, int], ...] = (  # the first lies further to the ri
     (_LUNG, r"^pancreas", 2),
 )
 _BODY_SIDES = ((r"^liver|^gall ?bladder", 1), (r"^spleen|^stomach", -1))
-_PAIRS = ((r"\b(?:right|r)\b", r"\b(?:left|l)\b", 0), (r"\banterior\b", r"\bposterior\b", 1))
-_PAIRS += ((r"\b(?:superior|upper)\b", r"\b(?:inferior|lower)\b", 2),)
+_PAIRS: tuple[tuple[str, str, int], ...] = (
+    (r"\b(?:right|r)\b", r"\b(?:left|l)\b", 0),
+    (r"\banterior\b", r"\bposterior\b", 1),
+    (r"\b(?:superior|upper)\b", r"\b(?:inferior|lower)\b", 2),
+)
 _VERTEBRA = re.compile(r"^(?:vertebrae? )?(?P<part>[ctls])(?P<number>\d{1,2})$")
 
 
@@ -111,9 +114,9 @@ def _votes(centres: Mapping[str, Point]) -> list[Vote]:
                     found[a, b, axis] = False
     for first, second, axis in _PAIRS:
         for a in plain:
-            b = next((b for b in plain if a != b and _partner(a, first, b, second)), None)
-            if b is not None:
-                found[a, b, axis] = True
+            other = next((b for b in plain if a != b and _partner(a, first, b, second)), None)
+            if other is not None:
+                found[a, other, axis] = True
     column = sorted((_level(name), name) for name in plain if _VERTEBRA.match(name))
     found |= {(a[1], b[1], 2): True for a, b in itertools.pairwise(column)}
     return [
