@@ -23,11 +23,8 @@ from medckpt import words as parse
 from medckpt.errors import ConfigError, DataError, MedckptError, suggest
 from medckpt.help import HELP, RECIPES, TOP
 
-INTERRUPTED = 130
-DOES_NOT_FIT = 3
+FAILED, DOES_NOT_FIT, INTERRUPTED = 1, 3, 130  # FAILED: of `check`, a case
 DICOM_KEYS = tuple(f"data.dicom.{key}" for key in ("tilt", "gaps", "duplicates", "spacing"))
-FAILED = 1
-"""What `check` leaves with if a case fails."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -382,8 +379,10 @@ def _lost_output() -> str | None:
 
 
 def _log_to_stderr() -> None:
-    handler = logging.StreamHandler()
+    handler, said = logging.StreamHandler(), set[str]()
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    # A header is read more than once; what is odd about it is said once.
+    handler.addFilter(lambda record: (text := record.getMessage()) not in said and not said.add(text))  # type: ignore[func-returns-value]
     logger = logging.getLogger("medckpt")
     logger.handlers = [handler]
     logger.propagate = False

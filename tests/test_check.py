@@ -130,6 +130,11 @@ def test_a_training_refuses_failed_cases_by_name_or_leaves_them_out(
     label = nib.load(root / "labelsTr" / "case_2.nii.gz")
     nib.save(nib.Nifti1Image(np.asarray(label.dataobj) * 9, label.affine), root / "labelsTr" / "case_2.nii.gz")
     (root / "imagesTr" / "case_3.nii.gz").unlink()
+    image = nib.load(root / "imagesTr" / "case_4.nii.gz")
+    turned = image.affine.copy()
+    turned[0, 3] += 5
+    image.set_qform(turned, code=1)  # read, and warned of
+    nib.save(image, root / "imagesTr" / "case_4.nii.gz")
     words = ["train", "recipe=swin_mr", *QUICK, f"data={root}", f"output={tmp_path / 'runs'}"]
     assert main(words) == 2
     assert "case_3" in capsys.readouterr().err  # not in order: nothing else is looked at
@@ -144,7 +149,9 @@ def test_a_training_refuses_failed_cases_by_name_or_leaves_them_out(
 
     (root / "dataset.json").write_text(json.dumps(facts))
     assert main([*words, "data.drop_failed=true"]) == 0
-    assert "Left out: 3 cases" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "Left out: 3 cases" in told.out
+    assert told.err.count("case_4.nii.gz: qform and sform differ by 5 mm") == 1
     (run,) = (tmp_path / "runs").iterdir()
     split = json.loads((run / "split.json").read_text())
     assert sorted(split["train"] + split["val"]) == ["case_0", "case_4", "case_5"]

@@ -25,7 +25,7 @@ from medckpt.datasets.dicom_header import Slice
 from medckpt.datasets.dicom_pixels import fill_planes, plane_values, require_decoders, values_dtype
 from medckpt.datasets.dicom_series import READERS, choose_stack
 from medckpt.datasets.dicom_stack import Plane, Stack, arrange
-from medckpt.errors import DataError, size
+from medckpt.errors import DataError, listing, size
 from medckpt.geometry import Grid, Volume, resample
 from medckpt.machine import available_bytes
 
@@ -74,6 +74,7 @@ def _resolve(path: Path, options: DicomConfig) -> Stack:
     chosen = choose_stack(path)
     require_decoders(chosen)
     stack = arrange(chosen, path, options)
+    _require_one_scale(stack.slices, path)
     inverted = sum(s.photometric == "MONOCHROME1" for s in stack.slices)
     if inverted:
         note = f"MONOCHROME1 in {inverted} slices; values stay as stored, not inverted"
@@ -88,6 +89,17 @@ def _resolve(path: Path, options: DicomConfig) -> Stack:
             " and ".join(sorted(lying)),
         )
     return stack
+
+
+def _require_one_scale(slices: Sequence[Slice], path: Path) -> None:
+    """Refuses a series of which some slices lost their rescale tags: those would be off, by 1024 HU in many a CT."""
+    for tag in ("RescaleSlope", "RescaleIntercept"):
+        lacking = [slice_.path.name for slice_ in slices if tag not in slice_.stored.rescale_tags]
+        if 0 < len(lacking) < len(slices):
+            raise DataError(
+                f"{path}: {tag} is missing in {len(lacking)} of {len(slices)} slices ({listing(lacking, 3)}), so that "
+                "their values are not on the others' scale. Export the series again, or correct the tag."
+            )
 
 
 def _read_planes(stack: Stack, path: Path) -> np.ndarray:

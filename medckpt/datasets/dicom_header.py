@@ -57,6 +57,8 @@ class Stored:
     signed: bool
     slope: float
     intercept: float
+    rescale_tags: tuple[str, ...] = ()
+    """Which of RescaleSlope and RescaleIntercept the header has; without them values are as stored."""
 
     @property
     def exact_int16(self) -> bool:
@@ -272,6 +274,7 @@ def _stored(tags: _Tags, start: int | None, syntax: str) -> Stored:
         signed=bool(tags.get("PixelRepresentation")),
         slope=1.0 if slope is None else float(slope),
         intercept=0.0 if intercept is None else float(intercept),
+        rescale_tags=tuple(tag for tag in ("RescaleSlope", "RescaleIntercept") if tags.get(tag) is not None),
     )
 
 

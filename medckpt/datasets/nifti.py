@@ -248,7 +248,7 @@ def _mm_per_unit(header: nib.Nifti1Header, path: Path) -> float:
 
 def _require_voxels(image: Any, path: Path) -> None:
     """Refuses a file that is shorter than its header says, before memory is taken for what is not there."""
-    proxy = image.dataobj
+    proxy: Any = image.dataobj
     needed = int(proxy.offset) + math.prod(map(int, proxy.shape)) * proxy.dtype.itemsize
     held = held_bytes(Path(image.file_map["image"].filename or path), needed)
     if held < needed:

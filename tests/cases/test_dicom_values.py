@@ -247,3 +247,15 @@ def test_d34_position_in_a_private_sequence(tmp_path: Path, plane: str) -> None:
         save_slice(tmp_path / f"{k}.dcm", dataset)
     assert_placed(read_volume(tmp_path), plane, range(6))
     assert read_grid(tmp_path) == read_volume(tmp_path).grid
+
+
+@pytest.mark.parametrize("tag", ["RescaleSlope", "RescaleIntercept"])
+@pytest.mark.parametrize("lacking", [0, 3, 5])
+def test_a_slice_that_lost_its_scale_is_refused(tmp_path: Path, tag: str, lacking: int) -> None:
+    folder = make_series(tmp_path, RescaleSlope=1, RescaleIntercept=-1024)
+    file = sorted(folder.glob("*.dcm"))[lacking]
+    dataset = pydicom.dcmread(file)
+    delattr(dataset, tag)
+    dataset.save_as(file)
+    with pytest.raises(DataError, match=rf"{tag} is missing in 1 of 6 slices \({file.name}\)"):
+        read_volume(folder)
