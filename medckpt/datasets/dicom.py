@@ -38,6 +38,8 @@ _DECODER_PACKAGES = {  # first match in the name of the transfer syntax
     "JPEG": "pylibjpeg pylibjpeg-libjpeg",
 }
 
+_RESCALE_TAGS = ("RescaleSlope", "RescaleIntercept")
+
 logger = logging.getLogger("medckpt")
 
 
@@ -61,12 +63,12 @@ def read_dicom(path: Path) -> Volume:
     # Filled in place, in the order of the files: the study is never held twice.
     voxels = np.empty((depth, rows, columns), dtype=np.float32)
 
-    def fill(k: int) -> None:
-        voxels[k] = _real_values(stack[k])
+    def fill(k: int) -> Rescale:
+        voxels[k], rescale = _real_values(stack[k])
+        return rescale
 
     with ThreadPoolExecutor(max_workers=min(_READERS, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(fill, range(depth)):
-            pass
+        _require_one_scale(stack, list(pool.map(fill, range(depth))), path)
     return Volume(array=voxels.transpose(2, 1, 0), affine=grid.affine, source=path)
 
 
@@ -101,7 +103,7 @@ def _drop_copies(stack: list[Slice], path: Path) -> list[Slice]:
             kept.append(slice_)
             continue
         same_place = np.abs(kept[-1].position - slice_.position).max() <= POSITION_TOLERANCE_MM
-        if not same_place or not np.array_equal(_real_values(kept[-1]), _real_values(slice_)):
+        if not same_place or not np.array_equal(_real_values(kept[-1])[0], _real_values(slice_)[0]):
             if distances[-1] - distances[0] <= POSITION_TOLERANCE_MM:
                 raise GeometryError(
                     f"{path}: all {len(stack)} slices lie at one position; this is no volume but repeats in time or "
@@ -203,8 +205,36 @@ def _at(slice_: Slice) -> str:
     return f"at {slice_.position @ slice_.normal:.4g} mm"
 
 
-def _real_values(slice_: Slice) -> np.ndarray:
-    """(rows, columns) float32: the stored values with the slice's own slope and intercept."""
+Rescale = tuple[float | None, float | None]
+"""RescaleSlope and RescaleIntercept of a slice; None for one that is missing or empty."""
+
+
+def _require_one_scale(stack: Sequence[Slice], rescales: Sequence[Rescale], path: Path) -> None:
+    """Refuses a series of which some slices lost their rescale tags: those would be off, by 1024 HU in many a CT."""
+    for number, tag in enumerate(_RESCALE_TAGS):
+        lacking = [slice_.path.name for slice_, rescale in zip(stack, rescales, strict=True) if rescale[number] is None]
+        if lacking and len(lacking) < len(stack):
+            raise DataError(
+                f"{path}: {tag} is missing in {len(lacking)} of {len(stack)} slices ({listing(lacking)}), so that "
+                "their values are not on the others' scale. Export the series again, or correct the tag."
+            )
+
+
+def _rescale(dataset: pydicom.Dataset, path: Path) -> Rescale:
+    found: list[float | None] = []
+    for tag in _RESCALE_TAGS:
+        try:
+            value = dataset.get(tag)
+            found.append(None if value is None or value == "" else float(value))
+        except Exception as error:  # pydicom raises whatever the damaged bytes lead to
+            raise DataError(f"{path}: {tag} cannot be read ({error}). Copy or export the file again.") from error
+        if found[-1] is not None and not np.isfinite(found[-1]):
+            raise DataError(f"{path}: {tag} is {found[-1]}. Correct the tag, or export the file again.")
+    return found[0], found[1]
+
+
+def _real_values(slice_: Slice) -> tuple[np.ndarray, Rescale]:
+    """(rows, columns) float32: the stored values with the slice's own slope and intercept, and these two."""
     dataset = pydicom.dcmread(slice_.path, force=True)
     if "TransferSyntaxUID" not in dataset.file_meta:
         # A file without a meta header: what pydicom found to parse it is how its pixels are stored.
@@ -220,15 +250,15 @@ def _real_values(slice_: Slice) -> np.ndarray:
             f"{slice_.path}: the pixels decode to {stored.shape}, not to the {slice_.rows} rows of {slice_.columns} in "
             "the header. Copy or export the file again."
         )
-    slope, intercept = dataset.get("RescaleSlope"), dataset.get("RescaleIntercept")
+    slope, intercept = _rescale(dataset, slice_.path)
     values = stored.astype(np.float32)
-    if slope is not None and float(slope) == 0:
+    if slope == 0:
         raise DataError(f"{slice_.path}: RescaleSlope is 0, which erases the image. Correct the tag or leave it out.")
-    if slope is not None and float(slope) != 1:
+    if slope is not None and slope != 1:
         values *= np.float32(slope)
-    if intercept is not None and float(intercept) != 0:
+    if intercept is not None and intercept != 0:
         values += np.float32(intercept)
-    return values
+    return values, (slope, intercept)
 
 
 def _undecodable(path: Path, syntax: pydicom.uid.UID, error: Exception) -> str:

@@ -35,7 +35,7 @@ SCANNER_CODE = 1
 """qform_code and sform_code of what is written: 1, scanner anatomical coordinates."""
 
 _MM_PER_UNIT = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}  # xyzt_units & 7: unknown, metre, millimetre, micron
-_LIBRARY_ERRORS = (ImageFileError, HeaderDataError, OSError, EOFError, zlib.error, ValueError, KeyError)
+_LIBRARY_ERRORS = (ImageFileError, HeaderDataError, OSError, EOFError, zlib.error, ValueError, KeyError, OverflowError)
 
 logger = logging.getLogger("medckpt")
 

@@ -17,7 +17,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import pydicom
-from pydicom.uid import JPEG2000Lossless, RLELossless
+from pydicom.uid import ExplicitVRLittleEndian, JPEG2000Lossless, RLELossless
 
 from medckpt.datasets.check.case import Task, check_case
 from medckpt.datasets.check.dataset import find_cases
@@ -117,8 +117,10 @@ def _misread(name: str, case: CaseCheck, root: Path) -> str | None:
         values = []
         for file in sorted(path.iterdir()):
             dataset = pydicom.dcmread(file, force=True)
-            if "Rows" in dataset and "PixelData" in dataset:
-                slope, inter = float(dataset.get("RescaleSlope", 1)), float(dataset.get("RescaleIntercept", 0))
+            dataset.file_meta.setdefault("TransferSyntaxUID", ExplicitVRLittleEndian)
+            # Every slice was written with a scale: one that has lost it must not have been read.
+            if all(dataset.get(tag) is not None for tag in ("Rows", "PixelData", "RescaleSlope", "RescaleIntercept")):
+                slope, inter = float(dataset.RescaleSlope), float(dataset.RescaleIntercept)
                 values.append(dataset.pixel_array.astype(np.float32) * np.float32(slope) + np.float32(inter))
         low, high = min(float(v.min()) for v in values), max(float(v.max()) for v in values)
         # A copy or a localizer may be set aside: what was read lies within what is there.
