@@ -77,9 +77,11 @@ def test_a_label_off_its_images_grid_fails(tmp_path: Path, move: str) -> None:  
     check = look(tmp_path)
     assert kinds(check) == {"case_1": [("fail", "grid")]}
     (finding,) = case_of(check, "case_1").findings
-    assert finding.fix == "fix=geometry"
+    # Where same-shaped grids are a voxel or more apart, what is wrong is not known, and fix= would refuse it.
+    assert finding.fix == (None if move in ("origin", "axis") else "fix=geometry")
     if move == "origin":
         assert "its corners lie up to 40 mm off (at most 0.1 mm)" in finding.text
+        assert "Copy" not in finding.text
     if move == "crop":
         assert f"shape {(15, 14, 12)} at 1 x 1 x 1.5 mm, the image {SHAPE}" in finding.text
 
@@ -320,8 +322,10 @@ def test_one_scan_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "scan.nii.gz", scan(0))
     check = look(path)
     assert [(case.name, case.result) for case in check.cases] == [("scan", "pass")]
+    assert (check.root, check.cases[0].images[0].path) == (path, "scan.nii.gz")
     check = look(make_series(tmp_path / "series"))
     assert check.cases[0].images[0].spacing_mm == (0.5, 1.0, 2.0)
+    assert (check.root, check.cases[0].images[0].path) == (tmp_path / "series", "series")
 
 
 @pytest.mark.parametrize("name", ["nothing", "empty"])

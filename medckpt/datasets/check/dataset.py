@@ -80,7 +80,7 @@ def find_cases(root: Path) -> tuple[Dataset, list[Fault]]:
     if root.is_file() or any(item.is_file() and is_dicom_file(item) for item in sorted(root.iterdir())):
         path = root.resolve()
         case = Case(name=image_stem(path.name) or path.name, patient=path.name, images=(path,), label=None)
-        alone = Dataset(root=path.parent, layout="one scan", channel_names=("image",), labels={}, cases=(case,))
+        alone = Dataset(root=path, layout="one scan", channel_names=("image",), labels={}, cases=(case,))
         return alone, []
     faults: list[Fault] = []
     return open_dataset(root, faults=faults, discover=False), faults

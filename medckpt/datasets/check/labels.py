@@ -58,7 +58,10 @@ def label_findings(cases: Sequence[CaseCheck], labels: Mapping[str, int], most_v
         if case.label.distinct > most_values:
             continue  # said already
         if surplus > MANY_VALUES:
-            why = f"holds {case.label.distinct} different values, {surplus} more than this data set should have"
+            beside = (
+                f"of which dataset.json lists {case.label.distinct - surplus}" if named else f"{usual:g} are usual here"
+            )
+            why = f"holds {case.label.distinct} different values, {beside}"
             by_case[case.name] = [intensities_stored(why)]
         else:
             sane |= set(case.label.voxels)
