@@ -171,6 +171,29 @@ def test_gaps_are_a_warning(tmp_path: Path, named: bool) -> None:  # N11
     assert check.findings[0].fix == "fix=labels remap={2:1,5:2}"
 
 
+def test_no_remap_onto_a_value_that_is_there_unnamed(tmp_path: Path) -> None:
+    make_set(tmp_path, labels={"background": 0, "bright": 2, "dark": 5})
+    for number in range(3):
+        write(label_of(tmp_path, number), blobs(2, 5))
+    label = blobs(2, 5)
+    label[0, 0, 0] = 1
+    write(label_of(tmp_path, 1), label)
+    check = look(tmp_path)
+    assert kinds(check) == {"": [("warn", "label-gap")], "case_1": [("fail", "unknown-label")]}
+    assert check.findings[0].fix is None  # {2:1,5:2} would merge 2 with the unnamed 1
+
+
+def test_classes_of_another_data_set_are_not_called_intensities_for_sure(tmp_path: Path) -> None:
+    make_set(tmp_path)
+    label = blobs()
+    label.reshape(-1)[:60] = np.arange(3, 63)
+    write(label_of(tmp_path, 1), label)
+    check = look(tmp_path)
+    assert kinds(check) == {"case_1": [("fail", "intensities")]}
+    assert "holds 63 different values, of which dataset.json lists 3. Are intensities" in text_of(check, "case_1")
+    assert "classes of another data set?" in text_of(check, "case_1")
+
+
 def test_intensities_as_labels_are_refused(tmp_path: Path) -> None:  # N11
     make_set(tmp_path)
     shutil.copy(image_of(tmp_path, 0), label_of(tmp_path, 0))
