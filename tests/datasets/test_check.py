@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -349,6 +351,19 @@ def test_one_scan_alone(tmp_path: Path) -> None:
     check = look(make_series(tmp_path / "series"))
     assert check.cases[0].images[0].spacing_mm == (0.5, 1.0, 2.0)
     assert (check.root, check.cases[0].images[0].path) == (tmp_path / "series", "series")
+
+
+@pytest.mark.parametrize("closed", [".", "imagesTr"])
+def test_a_folder_that_may_not_be_opened_is_named(tmp_path: Path, closed: str) -> None:
+    folder = make_set(tmp_path / "set") / closed
+    folder.chmod(0)
+    try:
+        if os.access(folder, os.R_OK):
+            pytest.skip("root may open every folder")
+        with pytest.raises(DataError, match=re.escape(f"{folder}: it cannot be opened")):
+            look(tmp_path / "set")
+    finally:
+        folder.chmod(0o755)
 
 
 @pytest.mark.parametrize("name", ["nothing", "empty"])
