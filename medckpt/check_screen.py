@@ -106,7 +106,7 @@ def forecast_line(check: DatasetCheck) -> str:
     """Returns what preparing the data takes, as a sentence."""
     foreseen = check.forecast
     if foreseen is None:
-        return "No image could be read, so that nothing is foreseen of disk and memory."
+        return "No image was read, so that nothing is foreseen of disk and memory."
     spacing = " x ".join(f"{side:g}" for side in foreseen.spacing_mm)
     free = "" if foreseen.available_bytes is None else f" (free: {size(foreseen.available_bytes)})"
     return (

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()
+        print(end="", flush=True)  # not sys.stdout.flush(): a closed one (>&-) is None
         return code
     except MedckptError as error:
         _print_error(str(error))

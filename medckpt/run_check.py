@@ -118,7 +118,7 @@ def _draw(checked: DatasetCheck, dataset: Dataset, folder: Path) -> list[Path]:
                 scan = resample(image.array, image.grid, upright, order=0, fill=float(image.array.min()))
                 marks = resample(label.array, label.grid, upright, order=0, fill=0)
                 picture = folder / f"{name}.png"
-                draw_overlay(scan, None, marks, upright.spacing_mm, classes, None, name, picture)
+                draw_overlay(scan, None, marks, upright.spacing_mm, classes, None, name, picture, heading="label map")
             except MedckptError as error:  # a picture is an extra
                 log.info("%s: no picture (%s)", name, error)
             else:

@@ -122,6 +122,16 @@ def test_a_check_loads_no_torch(tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
+def test_a_closed_output_loses_the_screen_only(tmp_path: Path) -> None:
+    root = make_set(tmp_path / "set", cases=1)
+    command = [sys.executable, "-m", "medckpt", "check", f"data={root}", f"report={tmp_path / 'out'}"]
+    result = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True, check=True
+    )
+    assert result.stderr == ""
+    assert json.loads((tmp_path / "out" / "check.json").read_text())["passed"] == 1
+
+
 def test_a_training_refuses_failed_cases_by_name_or_leaves_them_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,15 @@ def open_dataset(root: Path, *, faults: Faults = None, discover: bool = True) ->
             dataset.json that leave `root`.
     """
     root = Path(root)
+    try:
+        return _open(root, faults, discover)
+    except PermissionError as error:
+        raise DataError(
+            f"{error.filename or root}: it cannot be opened ({error.strerror}). Correct its permissions."
+        ) from error
+
+
+def _open(root: Path, faults: Faults, discover: bool) -> Dataset:
     if not root.exists():
         raise DataError(f"{root}: there is no such folder.")
     if not root.is_dir():

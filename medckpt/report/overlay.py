@@ -65,6 +65,8 @@ def draw_overlay(
     window: tuple[float, float] | None,
     title: str,
     out: Path,
+    *,
+    heading: str = "prediction",
 ) -> None:
     """Draws scan, reference (if there is one) and prediction side by side into one PNG.
 
@@ -77,6 +79,7 @@ def draw_overlay(
         window: Lower and upper end of the grey scale in HU, or None for the 0.5 and 99.5 percentiles of the scan.
         title: Headline, usually the case name.
         out: The PNG to write.
+        heading: What stands above the prediction.
 
     Raises:
         DataError: The arrays differ in shape, are not of three axes, or a label map does not hold whole numbers.
@@ -103,7 +106,7 @@ def draw_overlay(
                 _draw_labels(axes, cut(labels[name], plane, positions), plane, spacing, colours)
             _draw_marks(axes, plane)
             if plane is PLANES[0]:
-                axes.set_title(name, fontsize=9.5, color=INK, pad=5)
+                axes.set_title(heading if name == "prediction" else name, fontsize=9.5, color=INK, pad=5)
         _draw_corner(row[0], f"{plane.name} {positions[plane.axis] + 1}/{scan.shape[plane.axis]}")
         _draw_scale_bar(row[0], scan.shape, spacing)
     _draw_headline(figure, title, grey_scale, dice)

@@ -14,7 +14,19 @@ import SimpleITK as sitk
 from medckpt.datasets.check.fix import fix_dataset, remapped
 from medckpt.errors import ConfigError, DataError
 from medckpt.geometry import shear
-from tests.datasets.check_maker import AFFINE, SHAPE, blobs, image_of, kinds, label_of, look, make_set, scan, write
+from tests.datasets.check_maker import (
+    AFFINE,
+    SHAPE,
+    blobs,
+    image_of,
+    kinds,
+    label_of,
+    look,
+    make_set,
+    scan,
+    text_of,
+    write,
+)
 
 
 def digest(folder: Path) -> str:
@@ -53,7 +65,10 @@ def test_a_label_of_turned_axes_is_resampled_bit_for_bit(tmp_path: Path) -> None
     root = make_set(tmp_path / "set")
     turned = nib.Nifti1Image(blobs(), AFFINE).as_reoriented(np.array([[2, -1], [0, 1], [1, -1]]))
     turned.to_filename(label_of(root, 0))
-    assert kinds(look(root)) == {"case_0": [("fail", "grid")]}
+    check = look(root)
+    assert kinds(check) == {"case_0": [("fail", "grid")]}
+    assert "its axes are stored as PIR, the image's as LPS" in text_of(check, "case_0")
+    assert "a copied header would mirror it" in text_of(check, "case_0")
     fix_dataset(root, tmp_path / "copy", ["geometry"])
     assert kinds(look(tmp_path / "copy")) == {}
     np.testing.assert_array_equal(array_of(label_of(tmp_path / "copy", 0)), blobs())

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 
+import pytest
+
+from medckpt.datasets.check import pool
 from medckpt.datasets.check.pool import Lost, run_each
 
 
@@ -32,3 +36,21 @@ def test_one_item_is_lost_and_the_rest_is_done() -> None:
 
 def test_no_items() -> None:
     assert list(run_each(work, [], workers=2, limit_seconds=1)) == []
+
+
+def test_processes_that_start_do_not_hear_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_start = pool._start
+
+    def start(function: Callable[[int], int]) -> pool._Worker:
+        worker = true_start(function)
+        for _ in range(20):
+            os.kill(worker.process.pid, signal.SIGINT)
+            time.sleep(0.02)
+        return worker
+
+    monkeypatch.setattr(pool, "_start", start)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    try:
+        assert list(run_each(abs, [-1, -2], workers=1, limit_seconds=60)) == [(0, 1), (1, 2)]
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pydicom
 import pytest
 from pydicom.dataset import Dataset
 from pydicom.encaps import encapsulate
@@ -365,6 +366,26 @@ def test_slope_of_each_slice(tmp_path: Path) -> None:
     pixels = np.full((ROWS, COLUMNS), 10, np.int16)
     volume = read_volume(make_series(tmp_path, pixels=pixels, RescaleSlope=lambda k: 1 + k, RescaleIntercept=1))
     assert series_values(volume.array) == [11, 21, 31, 41, 51, 61]
+
+
+@pytest.mark.parametrize("tag", ["RescaleSlope", "RescaleIntercept"])
+def test_a_slice_without_the_others_scale_is_refused(tmp_path: Path, tag: str) -> None:
+    make_series(tmp_path, RescaleSlope=1, RescaleIntercept=-1024)
+    victim = sorted(tmp_path.iterdir())[2]
+    for lost in ("deleted", "emptied"):
+        dataset = pydicom.dcmread(victim)
+        dataset[tag].value = None
+        if lost == "deleted":
+            del dataset[tag]
+        dataset.save_as(victim)
+        with pytest.raises(DataError, match=rf"{tag} is missing in 1 of 6 slices \({victim.name}\)"):
+            read_volume(tmp_path)
+        dataset.RescaleSlope, dataset.RescaleIntercept = 1, -1024
+        dataset.save_as(victim)
+    dataset[tag].value = "inf"
+    dataset.save_as(victim)
+    with pytest.raises(DataError, match=rf"{victim.name}.*{tag}.*inf"):
+        read_volume(tmp_path)
 
 
 def test_monochrome1_stays_as_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

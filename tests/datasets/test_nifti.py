@@ -250,6 +250,15 @@ def test_missing_and_unknown_files(tmp_path: Path) -> None:
                 read(tmp_path / name)
 
 
+def test_an_offset_that_is_no_number_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.nii")
+    content = bytearray(path.read_bytes())
+    content[108:112] = np.float32(np.inf).tobytes()  # vox_offset
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.nii"):
+        read_volume(path)
+
+
 @pytest.mark.parametrize("keep", [0, 100, 500])
 @pytest.mark.parametrize("suffix", [".nii.gz", ".nii"])
 def test_truncated_files_are_named(tmp_path: Path, suffix: str, keep: int) -> None:

@@ -92,16 +92,26 @@ def label_grid_findings(label: Grid, image: Grid, path: Path) -> list[Finding]:
     """The geometry gate: what is wrong with a label's grid, given its image's."""
     if same_grid(label, image):
         return []
-    if label.shape == image.shape:
-        difference = f"its corners lie up to {grid_difference_mm(label, image):.3g} mm off"
+    fix: str | None = "fix=geometry"
+    what = f"{path.name}: the label does not lie on its image's grid"
+    if same_grid(canonical_grid(label, None), canonical_grid(image, None)):
+        axes = ["".join(nib.aff2axcodes(grid.affine)) for grid in (label, image)]
+        difference = f"the place is the same, but its axes are stored as {axes[0]}, the image's as {axes[1]}"
+        way_out = "Resample it onto the image's grid, which turns it voxel for voxel; a copied header would mirror it."
+    elif label.shape == image.shape:
+        off_mm = grid_difference_mm(label, image)
+        difference = f"its corners lie up to {off_mm:.3g} mm off (at most {grid_tolerance_mm(image):.2g} mm)"
+        way_out = "Copy the image's geometry."
+        if off_mm > min(image.spacing_mm):  # more than a voxel: nothing says which of the two is right
+            way_out = (
+                "Is its header wrong, or its voxels? Look at it on the image, then write it with the right header."
+            )
+            fix = None
     else:
         spacings = [" x ".join(f"{side:.4g}" for side in grid.spacing_mm) for grid in (label, image)]
         difference = f"shape {label.shape} at {spacings[0]} mm, the image {image.shape} at {spacings[1]} mm"
-    text = (
-        f"{path.name}: the label does not lie on its image's grid: {difference} (at most "
-        f"{grid_tolerance_mm(image):.2g} mm). Copy the image's geometry, or resample the label onto the image's grid."
-    )
-    return [Finding(code="grid", severity="fail", text=text, fix="fix=geometry")]
+        way_out = "Resample the label onto the image's grid."
+    return [Finding(code="grid", severity="fail", text=f"{what}: {difference}. {way_out}", fix=fix)]
 
 
 def intensities_stored(why: str) -> Finding:
@@ -266,4 +276,6 @@ def _patient_id(case: Case) -> str:
 
 
 def _below(path: Path, root: Path) -> str:
+    if path == root:  # a scan alone
+        return path.name
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)

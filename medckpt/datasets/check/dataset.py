@@ -77,11 +77,16 @@ def find_cases(root: Path) -> tuple[Dataset, list[Fault]]:
     root = Path(root)
     if not root.exists():
         raise DataError(f"data={root}: there is no such file or folder.")
-    if root.is_file() or any(item.is_file() and is_dicom_file(item) for item in sorted(root.iterdir())):
+    try:
+        alone = root.is_file() or any(item.is_file() and is_dicom_file(item) for item in sorted(root.iterdir()))
+    except PermissionError as error:
+        raise DataError(
+            f"{error.filename or root}: it cannot be opened ({error.strerror}). Correct its permissions."
+        ) from error
+    if alone:
         path = root.resolve()
         case = Case(name=image_stem(path.name) or path.name, patient=path.name, images=(path,), label=None)
-        alone = Dataset(root=path.parent, layout="one scan", channel_names=("image",), labels={}, cases=(case,))
-        return alone, []
+        return Dataset(root=path, layout="one scan", channel_names=("image",), labels={}, cases=(case,)), []
     faults: list[Fault] = []
     return open_dataset(root, faults=faults, discover=False), faults
 

@@ -15,6 +15,8 @@ from medckpt.errors import MedckptError, listing
 
 SPLITS = "splits_final.json"
 
+_ONE_SIDE = "If it is one person, keep all on one side: data.validation=[PATIENT, ...] names those that validate."
+
 Found = tuple[dict[str, list[Finding]], list[Finding]]
 
 
@@ -29,12 +31,12 @@ def duplicate_findings(dataset: Dataset, cases: Sequence[CaseCheck]) -> Found:
     for names in _groups({case.name: tuple(image.digest for image in case.images) for case in cases}):
         patients = {case.patient for case in cases if case.name in names}
         if len(patients) > 1:
-            _tell(by_case, names, folds, "has the same voxels as", "duplicate")
+            _tell(by_case, names, folds, "has the same voxels as", "duplicate", "Keep one of them.")
     identities = {case.name: (case.patient_id,) for case in cases if case.patient_id}
     for names in _groups(identities):
         patients = {case.patient for case in cases if case.name in names}
         if len(patients) > 1 and len(names) < len(identities):  # one id for all is what anonymisation leaves
-            _tell(by_case, names, folds, "has the same PatientID as", "same-patient")
+            _tell(by_case, names, folds, "has the same PatientID as", "same-patient", _ONE_SIDE)
     return by_case, whole
 
 
@@ -47,7 +49,12 @@ def _groups(keys: Mapping[str, tuple[str, ...]]) -> list[list[str]]:
 
 
 def _tell(
-    by_case: dict[str, list[Finding]], names: list[str], folds: Mapping[str, dict[str, str]], how: str, code: str
+    by_case: dict[str, list[Finding]],
+    names: list[str],
+    folds: Mapping[str, dict[str, str]],
+    how: str,
+    code: str,
+    way_out: str,
 ) -> None:
     split = next((fold for fold, side in folds.items() if len({side[n] for n in names if n in side}) > 1), None)
     for name in names:
@@ -55,7 +62,7 @@ def _tell(
         where = "a split by patient may put one of them on each side"
         if split is not None:
             where = f"{split} puts them on both sides, so that the validation is scored on what was trained on"
-        text = f"{how} {others}; {where}. Keep one of them."
+        text = f"{how} {others}; {where}. {way_out}"
         by_case[name].append(Finding(code=code, severity="fail" if split else "warn", text=f"{name} {text}"))
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from medckpt.datasets.check.case import intensities_stored
 from medckpt.datasets.check.findings import CaseCheck, Finding, LabelRow
 from medckpt.errors import listing
 
@@ -58,8 +57,11 @@ def label_findings(cases: Sequence[CaseCheck], labels: Mapping[str, int], most_v
         if case.label.distinct > most_values:
             continue  # said already
         if surplus > MANY_VALUES:
-            why = f"holds {case.label.distinct} different values, {surplus} more than this data set should have"
-            by_case[case.name] = [intensities_stored(why)]
+            beside = (
+                f"of which dataset.json lists {case.label.distinct - surplus}" if named else f"{usual:g} are usual here"
+            )
+            why = f"holds {case.label.distinct} different values, {beside}"
+            by_case[case.name] = [_too_many(why)]
         else:
             sane |= set(case.label.voxels)
     whole: list[Finding] = []
@@ -70,7 +72,8 @@ def label_findings(cases: Sequence[CaseCheck], labels: Mapping[str, int], most_v
             unknown = sorted(set(case.label.voxels) - named)
             if unknown and case.name not in by_case and case.label.distinct <= most_values:
                 by_case[case.name] = [_unknown(unknown, case, {k: v for k, v in remap.items() if k in unknown})]
-        whole += _never(labels, sane) + _gap(named, "dataset.json names")
+        found = {value for case in labelled if case.label for value in case.label.voxels}
+        whole += _never(labels, sane) + _gap(named, "dataset.json names", closable=found <= named)
     elif sane:
         whole += _gap(sane | {0}, "the label maps hold")
     if labelled and not sane - {0} and not by_case:
@@ -99,7 +102,16 @@ def _never(labels: Mapping[str, int], found: set[int]) -> list[Finding]:
     return [Finding(code="absent-label", severity="warn", text=text)]
 
 
-def _gap(values: set[int], who: str) -> list[Finding]:
+def _too_many(why: str) -> Finding:
+    text = (
+        f"the label map {why}. Are intensities stored as labels, or the classes of another data set? Put the right "
+        "segmentation in its place, or list its values in dataset.json."
+    )
+    return Finding(code="intensities", severity="fail", text=text)
+
+
+def _gap(values: set[int], who: str, *, closable: bool = True) -> list[Finding]:
+    """`closable`: no label map holds a value that closing the gaps would merge with another."""
     ordered = sorted(values)
     if ordered == list(range(len(ordered))):
         return []
@@ -107,5 +119,5 @@ def _gap(values: set[int], who: str) -> list[Finding]:
         f"gaps in the label values: {who} {listing(ordered, 20)}. medckpt counts classes by rank and needs no "
         "change; nnU-Net asks for 0, 1, 2, ..."
     )
-    remap = suggest_remap(values, set())
+    remap = suggest_remap(values, set()) if closable else {}
     return [Finding(code="label-gap", severity="warn", text=text, fix=remap_words(remap))]

@@ -125,9 +125,23 @@ def _start(function: Callable[[Any], Any]) -> _Worker:
     context = get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there, function), daemon=True)
-    process.start()
+    with _no_interrupt():
+        process.start()
     there.close()  # else its death would not close the pipe
     return _Worker(process=process, pipe=here)
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Holds Ctrl-C back: what is started inside never hears it, and this process hears it at the end."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(pipe: connection.Connection, function: Callable[[Any], Any]) -> None:

@@ -151,9 +151,11 @@ def _flip(axis: int, words: str, wrong: int, total: int) -> Finding:
     low, high = AXES[axis]
     text = (
         f"suspicion: {low} and {high} look exchanged: {words} ({wrong} of {total} signs). Compare with the picture in "
-        "the report; if it is so, the header is wrong about this axis: convert the case again from DICOM, or correct "
-        "the affine of image and label alike."
+        "the report; if it is so, the header is wrong about this axis (convert the case again from DICOM, or correct "
+        "the affine of image and label alike)."
     )
+    if total == 1:
+        text = text.removesuffix(".") + ", or the two labels are exchanged."
     return Finding(code="flip", severity="warn", text=text)
 
 
