@@ -24,7 +24,6 @@ from medckpt.errors import ConfigError, DataError, MedckptError, suggest
 from medckpt.help import HELP, RECIPES, TOP
 
 FAILED, DOES_NOT_FIT, INTERRUPTED = 1, 3, 130  # FAILED: of `check`, a case
-DICOM_KEYS = tuple(f"data.dicom.{key}" for key in ("tilt", "gaps", "duplicates", "spacing"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -283,7 +282,7 @@ def _profile(words: list[str]) -> int:
 
 def _predict(words: list[str]) -> int:
     as_json = parse.take_flag(words, "--json")
-    own = ("weights", "format", "seg_type", *DICOM_KEYS)
+    own = ("weights", "format", "seg_type", *parse.DICOM_KEYS)
     keys = parse.read_keys("predict", words, required=("run", "input", "output"), optional=own)
     from medckpt import run_folder
     from medckpt.inference.inputs import require_input
@@ -293,8 +292,8 @@ def _predict(words: list[str]) -> int:
     from medckpt import console, run
 
     console.speak_on(stderr=as_json)
-    choices: dict[str, Any] = {key: keys[key] for key in own if key in keys and key not in DICOM_KEYS}
-    choices["dicom"] = {key.removeprefix("data.dicom."): keys[key] for key in DICOM_KEYS if key in keys}
+    choices: dict[str, Any] = {key: keys[key] for key in own if key in keys and key not in parse.DICOM_KEYS}
+    choices["dicom"] = {key.removeprefix("data.dicom."): keys[key] for key in parse.DICOM_KEYS if key in keys}
     files = run.predict(Path(keys["run"]), Path(keys["input"]), Path(keys["output"]), **choices)
     if as_json:
         print(json.dumps([str(file) for file in files]))

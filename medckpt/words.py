@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from medckpt.blocks import DicomConfig
+from medckpt.datasets.check.findings import FIXES
 from medckpt.errors import ConfigError, suggest
+
+DICOM_KEYS = tuple(f"data.dicom.{field.name}" for field in fields(DicomConfig))
 
 LARGEST = 10**9
 """No count in a word is larger."""
@@ -136,10 +140,9 @@ def read_check(words: Sequence[str]) -> CheckWords:
     Raises:
         ConfigError: unknown or missing words, fixes that are not known, words that do not go together.
     """
-    known = ("geometry", "labels", "orthonormal")
     keys = read_keys("check", words, required=("data",), optional=("report", "fix", "output", "remap"))
     fixes = tuple(word.strip() for word in keys.get("fix", "").strip("[]").split(",")) if "fix" in keys else ()
-    problems = [f"fix={word}: there is no such fix. {suggest(word, known)}" for word in fixes if word not in known]
+    problems = [f"fix={word}: there is no such fix. {suggest(word, FIXES)}" for word in fixes if word not in FIXES]
     if fixes and "output" not in keys:
         problems.append("output=FOLDER is missing: fix= writes a corrected copy there, never in place.")
     if fixes and "report" in keys:

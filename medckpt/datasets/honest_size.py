@@ -1,4 +1,4 @@
-"""Does a file hold as many bytes as its header promises? Asked before memory is taken for them.
+"""Does a .gz hold as many bytes as its header promises? Asked before memory is taken for them.
 
 nibabel and zlib take the promised size at once: one wrong digit in a header then costs gigabytes.
 """
@@ -13,17 +13,14 @@ from pathlib import Path
 _CHUNK_BYTES = 1 << 20
 
 
-def held_bytes(path: Path, needed: int) -> int:
-    """Returns how many bytes of content a file has, unpacked if its name ends in .gz; counted up to `needed`.
+def unzipped_bytes(path: Path, needed: int) -> int:
+    """Returns how many bytes of content a .gz has; counted up to `needed`.
 
-    A damaged stream counts as far as it can be read. Of a sound .gz only the trailer is looked at: it is unpacked, in
+    A damaged stream counts as far as it can be read. Of a sound one only the trailer is looked at: it is unpacked, in
     bounded memory, where that says less than `needed` (several members, or 4 GiB and more).
     """
-    size = path.stat().st_size
-    if not path.name.lower().endswith(".gz"):
-        return size
     with path.open("rb") as file:
-        file.seek(max(0, size - 4))
+        file.seek(max(0, path.stat().st_size - 4))
         stated = int.from_bytes(file.read(4), "little")
     if stated >= needed:
         return stated

@@ -18,7 +18,7 @@ import numpy as np
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
-from medckpt.datasets.honest_size import held_bytes
+from medckpt.datasets.honest_size import unzipped_bytes
 from medckpt.errors import DataError, GeometryError
 from medckpt.files import write_atomic
 from medckpt.geometry import (
@@ -71,9 +71,9 @@ def read_nifti(path: Path, floating: bool) -> tuple[np.ndarray, Grid]:
     """
     image = _open(path)
     grid = _grid(image, path)
-    _require_voxels(image, path)
     try:
         if path.name.lower().endswith(".gz"):
+            _require_unzipped(image, path)
             kind: Any = type(image)
             image = kind.from_bytes(_unzipped(image, path))
         array = np.asarray(image.dataobj, dtype=np.float32) if floating else np.asarray(image.dataobj)
@@ -181,9 +181,22 @@ def _require_whole(image: nib.Nifti1Pair, path: Path) -> None:
     voxels: Any = image.dataobj
     if int(voxels.offset) < 0:
         raise DataError(_unreadable(path, ValueError(f"voxels from byte {voxels.offset} on")))
-    needed, there = _end_of_voxels(image), file.stat().st_size
-    if not file.name.lower().endswith(".gz") and there < needed:
-        raise DataError(_unreadable(path, ValueError(f"{needed} bytes are announced, {there} are there")))
+    held = file.stat().st_size
+    if not file.name.lower().endswith(".gz") and held < _end_of_voxels(image):
+        raise DataError(_unreadable(path, _too_short(image, held)))
+
+
+def _require_unzipped(image: nib.Nifti1Pair, path: Path) -> None:
+    """The same of a .gz, of which as much is unpacked as it takes to know."""
+    needed = _end_of_voxels(image)
+    held = unzipped_bytes(path, needed)
+    if held < needed:
+        raise DataError(_unreadable(path, _too_short(image, held)))
+
+
+def _too_short(image: nib.Nifti1Pair, held: int) -> EOFError:
+    size = " x ".join(map(str, image.shape))
+    return EOFError(f"the header promises {size} voxels in {_end_of_voxels(image)} bytes, the file holds {held}")
 
 
 def _unzipped(image: nib.Nifti1Pair, path: Path) -> bytes:
@@ -244,17 +257,6 @@ def _mm_per_unit(header: nib.Nifti1Header, path: Path) -> float:
     if scale != 1.0:
         logger.warning("%s: lengths are in %s and are converted to mm", path, "metres" if code == 1 else "microns")
     return scale
-
-
-def _require_voxels(image: Any, path: Path) -> None:
-    """Refuses a file that is shorter than its header says, before memory is taken for what is not there."""
-    proxy: Any = image.dataobj
-    needed = int(proxy.offset) + math.prod(map(int, proxy.shape)) * proxy.dtype.itemsize
-    held = held_bytes(Path(image.file_map["image"].filename or path), needed)
-    if held < needed:
-        size = " x ".join(map(str, image.shape))
-        promise = EOFError(f"the header promises {size} voxels in {needed} bytes, the file holds {held}")
-        raise DataError(_unreadable(path, promise))
 
 
 def _shape_advice(dimensions: int) -> str:

@@ -80,11 +80,12 @@ def cache_folder() -> Path:
 
 def is_prepared(case: Case, dataset: Dataset, config: DataConfig, cache: Path | None = None) -> bool:
     """Says whether `prepare` would find a case prepared, which is to say in order."""
+    if config.spacing_mm is None:
+        return False
     try:
-        folder = (cache or cache_folder()) / "prepared" / _digest(case, dataset.labels, config)
+        return _is_whole((cache or cache_folder()) / "prepared" / _digest(case, dataset.labels, config))
     except OSError:  # a file that is gone or closed to us
         return False
-    return config.spacing_mm is not None and _is_whole(folder)
 
 
 def median_spacing(cases: Sequence[Case], config: DataConfig | None = None) -> tuple[float, float, float]:
@@ -204,11 +205,16 @@ def read_images(case: Case, config: DataConfig | None = None) -> list[Volume]:
     volumes = [read_volume(path, config.dicom, shear=config.shear) for path in case.images]
     for path, volume in zip(case.images[1:], volumes[1:], strict=True):
         if not same_grid(volumes[0].grid, volume.grid):
-            raise DataError(
-                f"{case.name}: its channels {case.images[0].name} and {path.name} lie on different grids "
-                f"({_difference(volumes[0].grid, volume.grid)}). Resample them to one grid first."
-            )
+            raise DataError(f"{case.name}: {channels_apart(volumes[0].grid, volume.grid, case.images[0], path)}")
     return volumes
+
+
+def channels_apart(first: Grid, other: Grid, first_path: Path, other_path: Path) -> str:
+    """Says that two channels of a case lie on different grids, and the way out."""
+    return (
+        f"its channels {first_path.name} and {other_path.name} lie on different grids ({_difference(first, other)}). "
+        "Resample them to one grid first."
+    )
 
 
 def read_case_label(case: Case, dataset: Dataset, grid: Grid, config: DataConfig | None = None) -> Volume:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from medckpt.errors import ConfigError
 from medckpt.memory.loss_trial import LossTrial
 from medckpt.memory.samples import find_tail, lever_of, refuse_coupled, refuse_dependence
-from medckpt.memory.target_loss import SummedLoss, TargetLoss, sliced
+from medckpt.memory.target_loss import TargetLoss, as_summed, sliced
 
 log = logging.getLogger("medckpt")
 
@@ -57,7 +57,7 @@ class BoundStep:
         self.loss = loss
         self.micro_batches = micro_batches
         self.scale = scale or (lambda: 1.0)
-        self.summed: SummedLoss | None = loss if getattr(loss, "over_batch", False) else None  # type: ignore[assignment]
+        self.summed = as_summed(loss)
         self.tail = find_tail(model) if tail else None
         if tail and self.tail is None:
             raise ConfigError(
@@ -70,7 +70,7 @@ class BoundStep:
             refuse_dependence(model, self.tail)
         self._checked = False
         """Whether the first step has shown that samples may run apart."""
-        self._trial = LossTrial(loss, self.summed)
+        self._trial = LossTrial(loss)
 
     def __call__(self, inputs: Any, target: Any) -> Tensor:
         trained = any(p.requires_grad for p in self.model.parameters())

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from medckpt.errors import ConfigError
 from medckpt.memory.refusals import first_line
-from medckpt.memory.target_loss import SummedLoss, TargetLoss, device_of, sliced, two_unlike
+from medckpt.memory.target_loss import TargetLoss, as_summed, device_of, sliced, two_unlike
 
 _TOLERANCE = 1e-4
 _USUAL_IGNORED = -100
@@ -32,9 +32,8 @@ class LossTrial:
     value is tried when it comes.
     """
 
-    def __init__(self, loss: TargetLoss, summed: SummedLoss | None) -> None:
+    def __init__(self, loss: TargetLoss) -> None:
         self._loss = loss
-        self._summed = summed
         # A loss that says of itself what it is (`SummedLoss`) says so for every target.
         self._declared = hasattr(loss, "over_batch")
         self._classes: int | None = None
@@ -62,7 +61,7 @@ class LossTrial:
         at_hand = set(_odd_values(target, self._classes))
         output, target = tree_map_only(Tensor, _small, (output, target))
         for odd in (None, *sorted(at_hand)):
-            _refuse_unlike(self._loss, self._summed, output, _targets(target, output, odd))
+            _refuse_unlike(self._loss, output, _targets(target, output, odd))
         for odd in sorted(_ignored(self._loss) - at_hand - self._tried):
             self._try_if_taken(odd, output, target)
         self._tried |= at_hand
@@ -74,9 +73,8 @@ class LossTrial:
             return
         output, target = tree_map_only(Tensor, lambda tensor: tensor.cpu(), (output, target))
         loss = copy.deepcopy(self._loss).cpu() if isinstance(self._loss, nn.Module) else self._loss
-        summed = self._summed and loss
         try:
-            _refuse_unlike(loss, summed, output, _targets(target, output, odd))  # type: ignore[arg-type]
+            _refuse_unlike(loss, output, _targets(target, output, odd))
         except LossRaisedError:
             return  # then no target has this value
         self._tried.add(odd)
@@ -86,8 +84,9 @@ class LossRaisedError(ConfigError):
     """The loss raised something on the targets of a trial."""
 
 
-def _refuse_unlike(loss: TargetLoss, summed: SummedLoss | None, output: Any, targets: Iterator[Any]) -> None:
+def _refuse_unlike(loss: TargetLoss, output: Any, targets: Iterator[Any]) -> None:
     """Compares two random samples together with the same two apart, for each of `targets` (of two samples)."""
+    summed = as_summed(loss)
     generator = torch.Generator().manual_seed(0)
     outputs = tree_map_only(Tensor, lambda tensor: two_unlike(tensor, generator).to(tensor.device), output)
     with torch.no_grad(), torch.autocast(device_of(output), enabled=False):

@@ -30,6 +30,11 @@ class SummedLoss(Protocol):
         """The loss, from the sum over all samples."""
 
 
+def as_summed(loss: TargetLoss) -> SummedLoss | None:
+    """Returns the loss if it is a function of sums over samples, None if it is a mean over them."""
+    return loss if getattr(loss, "over_batch", False) else None  # type: ignore[return-value]
+
+
 def two_unlike(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Returns two random samples of the shape of one of `tensor`, float32 on the CPU, far from alike.
 

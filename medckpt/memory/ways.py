@@ -73,7 +73,7 @@ def exact_ways(
     Raises:
         ConfigError: none of them does; with the reason of the last.
     """
-    found, reason, not_by_samples = [], "the step has no way to run.", None
+    found, reason = [], "the step has no way to run."
     for way in wanted:
         try:
             if way != Way():
@@ -81,26 +81,16 @@ def exact_ways(
                     copy.deepcopy(model) if run else model, loss, tail=way.tail, micro_batches=way.micro_batches
                 )
                 refuse_random(way, record())
-                if not_by_samples is None:
-                    not_by_samples = _refusal(lambda: refuse_loss(model, loss, inputs, target))
-                if not_by_samples:
-                    raise ConfigError(not_by_samples)
                 if run:
                     step(real_tensors(inputs), real_tensors(target))
+                else:
+                    refuse_loss(model, loss, inputs, target)
             found.append(way)
         except ConfigError as error:
             reason = str(error)
     if not found:
         raise ConfigError(reason)
     return tuple(found)
-
-
-def _refusal(trial: Callable[[], None]) -> str:
-    try:
-        trial()
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def refuse_impossible(
@@ -156,9 +146,8 @@ def refuse_loss(model: nn.Module, loss: TargetLoss, inputs: Any, target: Any) ->
         return
     outputs = tree_map_only(Tensor, lambda t: torch.zeros(1, dtype=t.dtype).expand(t.shape), output)
     criterion: Any = copy.deepcopy(loss).cpu() if isinstance(loss, nn.Module) else loss
-    summed = criterion if getattr(loss, "over_batch", False) else None
     with contextlib.suppress(LossRaisedError):
-        LossTrial(criterion, summed)(outputs, real_tensors(target))
+        LossTrial(criterion)(outputs, real_tensors(target))
 
 
 def _draws(op: Op) -> bool:

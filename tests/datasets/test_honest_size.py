@@ -11,21 +11,20 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from medckpt.datasets.honest_size import held_bytes
+from medckpt.datasets.honest_size import unzipped_bytes
 from medckpt.datasets.reading import read_volume
 from medckpt.errors import DataError
 
 
 def test_bytes_are_counted(tmp_path: Path) -> None:
     content = bytes(range(256)) * 20
-    plain, zipped, members = (tmp_path / name for name in ("a.nii", "b.nii.gz", "c.nii.gz"))
-    plain.write_bytes(content)
+    zipped, members = (tmp_path / name for name in ("b.nii.gz", "c.nii.gz"))
     zipped.write_bytes(gzip.compress(content))
     members.write_bytes(gzip.compress(content[:5000]) + gzip.compress(content[5000:]))  # the trailer says 120
-    for path in (plain, zipped, members):
-        assert held_bytes(path, len(content)) == len(content)
+    for path in (zipped, members):
+        assert unzipped_bytes(path, len(content)) == len(content)
     zipped.write_bytes(gzip.compress(content)[:-9])
-    assert held_bytes(zipped, 10**12) <= len(content)
+    assert unzipped_bytes(zipped, 10**12) <= len(content)
 
 
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])

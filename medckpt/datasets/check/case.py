@@ -19,6 +19,7 @@ from medckpt.datasets.check.findings import CaseCheck, Finding, ImageFacts, Labe
 from medckpt.datasets.check.sides import body_findings, pair_findings
 from medckpt.datasets.dicom_series import is_dicom_file
 from medckpt.datasets.layouts import MOST_LABELS, Case
+from medckpt.datasets.prepare import channels_apart
 from medckpt.datasets.reading import read_label, read_volume
 from medckpt.errors import DataError
 from medckpt.geometry import Grid, Volume, canonical_grid, grid_difference_mm, grid_tolerance_mm, same_grid
@@ -69,7 +70,8 @@ def _check(task: Task) -> CaseCheck:
                 findings += label_grid_findings(label.grid, first, case.label)
                 findings += body_findings(volume, label, task.labels)
         elif not same_grid(first, volume.grid):
-            findings.append(_channel_finding(first, volume.grid, case.images[0], path))
+            text = channels_apart(first, volume.grid, case.images[0], path)
+            findings.append(Finding(code="channels", severity="fail", text=text))
         if label is not None and label.array.shape == volume.array.shape and _is_copy(label, volume):
             findings.append(intensities_stored(f"equals the image {path.name} voxel for voxel"))
         del volume  # one channel at a time
@@ -204,17 +206,6 @@ def _intensity_findings(facts: ImageFacts, channel: str, path: Path) -> list[Fin
         )
         return [Finding(code="hounsfield", severity="warn", text=text)]
     return []
-
-
-def _channel_finding(first: Grid, other: Grid, path: Path, other_path: Path) -> Finding:
-    difference = f"shapes {first.shape} and {other.shape}"
-    if first.shape == other.shape:
-        difference = f"corners up to {grid_difference_mm(first, other):.3g} mm apart"
-    text = (
-        f"its channels {path.name} and {other_path.name} lie on different grids ({difference}). Resample them to one "
-        "grid first."
-    )
-    return Finding(code="channels", severity="fail", text=text)
 
 
 def _is_copy(label: Volume, image: Volume) -> bool:

@@ -10,6 +10,9 @@ from typing import Literal
 Severity = Literal["fail", "warn"]
 Result = Literal["pass", "warn", "fail"]
 
+FIXES = ("geometry", "labels", "orthonormal")
+"""What `fix=` takes; see `medckpt.datasets.check.fix`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from medckpt.datasets.check.dataset import find_cases
+from medckpt.datasets.check.findings import FIXES
 from medckpt.datasets.check.orthonormal import write_orthonormal
 from medckpt.datasets.dataset_json import FILE_NAME
 from medckpt.datasets.layouts import Case, Dataset
@@ -30,7 +31,6 @@ from medckpt.errors import ConfigError, DataError, GeometryError, listing
 from medckpt.files import write_json
 from medckpt.geometry import Grid, Volume, canonical_grid, grid_difference_mm, resample, same_grid
 
-FIXES = ("geometry", "labels", "orthonormal")
 RECORD = "medckpt_fix.json"
 """Written into the copy: what was changed, file by file."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -45,7 +44,7 @@ def forecast(cases: Sequence[CaseCheck]) -> Forecast | None:
         free_bytes=shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.exists())).free,
         cache=str(cache),
         peak_bytes=sum(sorted(peaks)[-threads:]),
-        available_bytes=available_memory(),
+        available_bytes=machine.available_bytes(),
         threads=threads,
     )
 
@@ -66,19 +65,6 @@ def forecast_findings(foreseen: Forecast) -> list[Finding]:
         )
         findings.append(Finding(code="memory", severity="warn", text=text))
     return findings
-
-
-def available_memory() -> int | None:
-    """Returns the bytes of memory that are free for use, within the container's limit; None where nobody tells."""
-    free: list[int] = []
-    facts = Path("/proc/meminfo")
-    if facts.is_file():
-        rows = dict(line.split(":", 1) for line in facts.read_text().splitlines())
-        free.append(int(rows["MemAvailable"].split()[0]) * 1024)
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        free.append(max(0, int(text) - int(used.read_text())))
-    return min(free, default=None)
 
 
 def _ras_spacing(case: CaseCheck) -> np.ndarray:

@@ -13,6 +13,7 @@ from pathlib import Path
 from medckpt.blocks import DataConfig
 from medckpt.datasets.check.case import label_grid_findings, warnings_into
 from medckpt.datasets.layouts import Case
+from medckpt.datasets.prepare import channels_apart
 from medckpt.datasets.reading import read_grid
 from medckpt.errors import DataError
 from medckpt.geometry import same_grid
@@ -44,8 +45,7 @@ def _problem(config: DataConfig, case: Case) -> str | None:
         first, *others = (read_grid(path, config.dicom, shear=config.shear) for path in case.images)
         for path, grid in zip(case.images[1:], others, strict=True):
             if not same_grid(first, grid):
-                names = f"{case.images[0].name} and {path.name}"
-                return f"its channels {names} lie on different grids. Resample them to one grid first."
+                return channels_apart(first, grid, case.images[0], path)
         if case.label is None:
             return "it has no label map."
         label = read_grid(case.label, shear=config.shear)
