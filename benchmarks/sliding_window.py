@@ -1,8 +1,9 @@
 """Prediction of a whole volume in bounded memory beside MONAI's: peak of the process and seconds, equal labels.
 
 The network is one 1x1x1 convolution to all classes, so that nearly all that is measured is the window framework. Each
-run has a process of its own (torch's import counts), both sides have the malloc settings of a CPU run, and rounds are
-interleaved. Seconds run from the volume to its label map; the peak is the largest resident set of the process.
+run has a process of its own (the imports of torch and MONAI count in its memory, not in its seconds), both sides have one
+and the same malloc setting, and rounds are interleaved. Seconds run from the volume to its label map; the peak is the
+largest resident set of the process.
 
     python benchmarks/sliding_window.py [--rounds 3] [--shape 256 256 200] [--output results]
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -26,12 +28,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 from policies import MALLOC
 
 GIB = 2**30
+SETTINGS: dict[str, dict[str, str]] = {
+    "malloc as it comes": {},
+    "torch's huge pages (THP_MEM_ALLOC_ENABLE=1)": {"THP_MEM_ALLOC_ENABLE": "1"},
+    "freed memory kept, as in a training": MALLOC,
+}
 SIDES = {"ours": "medckpt, parts handed on", "monai": "MONAI's sliding_window_inference, argmax"}
 WINDOW, OVERLAP, CLASSES = 96, 0.5, 100
 
 
 def measure(side: str, shape: tuple[int, int, int]) -> dict[str, Any]:
     """Returns seconds, peak bytes and a digest of the labels of one prediction in this process."""
+    import monai.data.utils
+    import monai.inferers  # noqa: F401
     import torch
 
     from medckpt import machine
@@ -87,27 +96,29 @@ def _facts(labels: Any) -> dict[str, Any]:
     }
 
 
-def table(runs: dict[str, list[dict[str, Any]]]) -> str:
+def table(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     """Returns medians as Markdown; the ratio of seconds is the median of paired rounds."""
-    facts = runs["ours"][0]
+    every = [run for sides in runs.values() for side in sides.values() for run in side]
+    facts = every[0]
     lines = [
         f"### {'x'.join(map(str, facts['shape']))}, window {WINDOW}^3, overlap {OVERLAP}, Gaussian, {CLASSES} classes, "
         "one 1x1x1 convolution",
         "",
-        "| | peak GiB | seconds | of MONAI |",
-        "|---|---|---|---|",
+        "| malloc | | peak GiB | seconds | of MONAI |",
+        "|---|---|---:|---:|---:|",
     ]
-    for side, name in SIDES.items():
-        peak = statistics.median(run["peak_bytes"] for run in runs[side]) / GIB
-        seconds = [run["seconds"] for run in runs[side]]
-        ratio = statistics.median(a / b["seconds"] for a, b in zip(seconds, runs["monai"], strict=True))
-        lines.append(f"| {name} | {peak:.2f} | {statistics.median(seconds):.1f} | {ratio:.2f} |")
-    equal = len({run["labels"] for side in runs.values() for run in side}) == 1
+    for setting, sides in runs.items():
+        for side, name in SIDES.items():
+            peak = statistics.median(run["peak_bytes"] for run in sides[side]) / GIB
+            seconds = [run["seconds"] for run in sides[side]]
+            ratio = statistics.median(a / b["seconds"] for a, b in zip(seconds, sides["monai"], strict=True))
+            lines.append(f"| {setting} | {name} | {peak:.2f} | {statistics.median(seconds):.1f} | {ratio:.2f} |")
+    equal = len({run["labels"] for run in every}) == 1
     lines += [
         "",
         f"* labels of all runs are {'equal' if equal else 'NOT EQUAL'}",
-        f"* {len(runs['ours'])} rounds, {facts['threads']} threads, torch {facts['torch']}, MONAI {facts['monai']}, "
-        f"{facts['date']}; the process holds {facts['start_bytes'] / GIB:.2f} GiB before it predicts",
+        f"* {len(next(iter(runs.values()))['ours'])} rounds, {facts['threads']} threads, torch {facts['torch']}, MONAI "
+        f"{facts['monai']}, {facts['date']}; the process holds {facts['start_bytes'] / GIB:.2f} GiB before it predicts",
     ]
     return "\n".join(lines)
 
@@ -122,14 +133,14 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(arguments.one, tuple(arguments.shape))))
         return
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    for _ in range(arguments.rounds):
-        for side in SIDES:
-            command = [sys.executable, "-W", "ignore", __file__, "--one", side, "--shape", *map(str, arguments.shape)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | MALLOC)
-            runs[side].append(json.loads(done.stdout.splitlines()[-1]))
-            last = runs[side][-1]
-            print(f"  {side}: {last['peak_bytes'] / GIB:.2f} GiB, {last['seconds']:.1f} s", file=sys.stderr, flush=True)
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {setting: {side: [] for side in SIDES} for setting in SETTINGS}
+    for _, (setting, words), side in itertools.product(range(arguments.rounds), SETTINGS.items(), SIDES):
+        command = [sys.executable, "-W", "ignore", __file__, "--one", side, "--shape", *map(str, arguments.shape)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | words)
+        last = json.loads(done.stdout.splitlines()[-1])
+        runs[setting][side].append(last)
+        text = f"  {setting}, {side}: {last['peak_bytes'] / GIB:.2f} GiB, {last['seconds']:.1f} s"
+        print(text, file=sys.stderr, flush=True)
     print(table(runs))
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "sliding_window.json").write_text(json.dumps(runs, indent=1) + "\n")

@@ -28,7 +28,7 @@ Network = Callable[[Tensor], Tensor]
 Progress = Callable[[int, int], None]
 """Called with the windows that are done and their number."""
 
-SUMS_BYTES = 512 * 2**20
+SUMS_BYTES = 576 * 2**20
 """Sums up to this size lie in memory (a GPU's own, where all of them are no larger), the others in a temporary file."""
 
 
@@ -78,11 +78,12 @@ def predict_parts(
     fill = float(image.min())
     sums: Sums | None = None
     done, order = 0, iter(layout)
+    batch = torch.empty((windows, len(image), *patch_size), device=device)
     try:
         while group := list(itertools.islice(order, windows)):
-            batch = torch.stack([_cut(image, layout, window, fill) for window in group]).to(device)
-            answers = _mirrored_mean(network, batch, mirror_axes)
-            del batch
+            for place, window in zip(batch, group, strict=False):
+                place.copy_(_cut(image, layout, window, fill))
+            answers = _mirrored_mean(network, batch[: len(group)], mirror_axes)
             if answers.shape[0] != len(group) or answers.shape[2:] != patch_size:
                 raise ValueError(f"windows of {patch_size} were answered with a tensor of {tuple(answers.shape)}")
             if sums is None:
@@ -94,7 +95,8 @@ def predict_parts(
             if progress:
                 progress(done, len(layout))
             for window in group:
-                yield Part(place=layout.place(window), logits=sums.complete(window))
+                for part in layout.completed(window):
+                    yield Part(place=layout.place(part), logits=sums.complete(part, window))
     finally:
         if sums is not None:
             sums.close()

@@ -1,4 +1,4 @@
-"""Where the windows of a volume lie, in which order they come, and which voxels each of them completes."""
+"""Where the windows of a volume lie, in which order they come, and which parts of it each of them covers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from medckpt.blocks import Triple
 
@@ -16,9 +17,9 @@ Place = tuple[slice, slice, slice]
 class Windows:
     """The windows of MONAI's `sliding_window_inference`, in its order: the last axis runs fastest.
 
-    A voxel is complete with the last window that covers it: along each axis the last one that starts at or before it.
-    So every window completes one part of the volume, from its own start to the next one's, and the parts tile the
-    volume. Window and part are both named by (i, j, k), their numbers along the axes.
+    The first and last voxels of the windows along each axis cut the volume into parts, so that a window covers a part
+    whole or not at all. A part is complete with the last window that covers it. Window and part are both named by
+    (i, j, k), their numbers along the axes.
     """
 
     shape: Triple
@@ -34,68 +35,77 @@ class Windows:
         i, j, k = (range(len(starts)) for starts in self.starts)
         return itertools.product(i, j, k)
 
-    def place(self, window: Triple) -> Place:
-        """Returns where in the volume the part lies that `window` completes."""
-        x, y, z = (slice(*self._edges(axis, number)) for axis, number in enumerate(window))
+    def place(self, part: Triple) -> Place:
+        """Returns where in the volume a part lies."""
+        x, y, z = (slice(*self._axis(axis).edges[number : number + 2]) for axis, number in enumerate(part))
         return x, y, z
 
-    def covered(self, window: Triple) -> Iterator[tuple[Triple, Place, Place]]:
-        """Yields each part that a window reaches: its name, where in the part that is, and where in the window."""
-        for (i, x, u), (j, y, v), (k, z, w) in itertools.product(*map(self._covered, range(3), window)):
-            yield (i, j, k), (x, y, z), (u, v, w)
+    def covered(self, window: Triple) -> Iterator[tuple[Triple, Place]]:
+        """Yields each part that a window covers: its name, and where in the window it is."""
+        parts_x, parts_y, parts_z = (self._axis(axis).parts[number] for axis, number in enumerate(window))
+        for part in itertools.product(parts_x, parts_y, parts_z):
+            x, y, z = (
+                slice(place.start - starts[number], place.stop - starts[number])
+                for place, starts, number in zip(self.place(part), self.starts, window, strict=True)
+            )
+            yield part, (x, y, z)
+
+    def completed(self, window: Triple) -> Iterator[Triple]:
+        """Yields the parts that no later window covers."""
+        x, y, z = (
+            [part for part in self._axis(axis).parts[number] if self._axis(axis).windows[part][-1] == number]
+            for axis, number in enumerate(window)
+        )
+        return itertools.product(x, y, z)
 
     def next_window(self, part: Triple, after: Triple) -> Triple:
-        """Returns the first window after `after` that reaches `part`, which is not complete yet."""
-        first = tuple(self._first(axis, number) for axis, number in enumerate(part))
-        x, y, z = ((low, high) for low, high in zip(first, part, strict=True))
-        if x[0] <= after[0] <= x[1]:
-            if y[0] <= after[1] <= y[1] and after[2] < z[1]:
+        """Returns the first window after `after` that covers `part`, which is not complete yet."""
+        x, y, z = (self._axis(axis).windows[number] for axis, number in enumerate(part))
+        if x[0] <= after[0] <= x[-1]:
+            if y[0] <= after[1] <= y[-1] and after[2] < z[-1]:
                 return after[0], after[1], max(z[0], after[2] + 1)
-            if after[1] < y[1]:
+            if after[1] < y[-1]:
                 return after[0], max(y[0], after[1] + 1), z[0]
         return max(x[0], after[0] + 1), y[0], z[0]
 
     def waiting_voxels(self) -> int:
         """Returns how many voxels' sums are held at the most: a slab as deep as a window along the first axis that
-        has several windows, and with it the parts that the next ones have begun.
+        has several windows, as what is begun and not complete lies inside of the windows of the moment.
         """
         for axis in range(3):
             if len(self.starts[axis]) > 1:
-                depth = max(
-                    self._edges(axis, self._covered(axis, number)[-1][0])[1] - self._edges(axis, number)[0]
-                    for number in range(len(self.starts[axis]))
-                )
-                return depth * math.prod(self.shape) // self.shape[axis]
+                return math.prod(self.shape) // self.shape[axis] * self.patch[axis]
         return math.prod(self.shape)
 
     def largest_part(self) -> int:
         """Returns the voxels of the largest part."""
-        sides = [
-            max(stop - start for start, stop in (self._edges(axis, n) for n in range(len(self.starts[axis]))))
-            for axis in range(3)
-        ]
-        return math.prod(sides)
+        return math.prod(max(b - a for a, b in itertools.pairwise(self._axis(axis).edges)) for axis in range(3))
 
-    def _edges(self, axis: int, number: int) -> tuple[int, int]:
-        starts = self.starts[axis]
-        last = number + 1 == len(starts)
-        return max(starts[number], 0), self.shape[axis] if last else starts[number + 1]
+    def _axis(self, axis: int) -> _Axis:
+        return _lay_axis(self.shape[axis], self.patch[axis], self.starts[axis])
 
-    def _first(self, axis: int, number: int) -> int:
-        """The first window along an axis that reaches part `number`; the last is the one of that number."""
-        edge = self._edges(axis, number)[0]
-        return next(n for n, start in enumerate(self.starts[axis]) if start + self.patch[axis] > edge)
 
-    def _covered(self, axis: int, number: int) -> list[tuple[int, slice, slice]]:
-        start = self.starts[axis][number]
-        found = []
-        for other in range(number, len(self.starts[axis])):
-            low, high = self._edges(axis, other)
-            high = min(high, start + self.patch[axis])
-            if high <= low:
-                break
-            found.append((other, slice(0, high - low), slice(low - start, high - start)))
-        return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Axis:
+    """The parts of one axis, of which number n goes from `edges[n]` to `edges[n + 1]`."""
+
+    edges: tuple[int, ...]
+    parts: tuple[range, ...]
+    """Of each window."""
+    windows: tuple[range, ...]
+    """Of each part."""
+
+
+@lru_cache
+def _lay_axis(side: int, patch: int, starts: tuple[int, ...]) -> _Axis:
+    ends = [start + patch for start in starts]
+    edges = sorted({min(max(edge, 0), side) for edge in (*starts, *ends)})
+    number = {edge: index for index, edge in enumerate(edges)}
+    parts = [range(number[max(a, 0)], number[min(b, side)]) for a, b in zip(starts, ends, strict=True)]
+    windows = [[n for n, those in enumerate(parts) if part in those] for part in range(len(edges) - 1)]
+    return _Axis(
+        edges=tuple(edges), parts=tuple(parts), windows=tuple(range(those[0], those[-1] + 1) for those in windows)
+    )
 
 
 def lay_windows(shape: Sequence[int], patch: Triple, overlap: float) -> Windows:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -137,20 +138,48 @@ def test_no_more_is_held_than_was_said(shape: Shape, overlap: float, monkeypatch
     from medckpt.inference.sums import Sums
 
     held: list[int] = []
-    put = Sums._put
+    add = Sums.add
 
     def noting(self: Sums, *arguments: Any) -> None:
-        put(self, *arguments)
+        add(self, *arguments)
         held.append(sum(tensor.nbytes for tensor in self._held.values()))
 
-    monkeypatch.setattr(Sums, "_put", noting)
+    monkeypatch.setattr(Sums, "add", noting)
     assembled(nn.Conv3d(1, 7, 1), torch.rand(1, *shape), (8, 8, 8), overlap=overlap)
-    said = 4 * 7 * lay_windows(shape, (8, 8, 8), overlap).waiting_voxels()
+    layout = lay_windows(shape, (8, 8, 8), overlap)
+    said = 4 * 7 * layout.waiting_voxels()
     assert (0.4 * said if overlap else 0) <= max(held) <= said
     held.clear()
     monkeypatch.setattr(sliding_window, "SUMS_BYTES", 10_000)
     assembled(nn.Conv3d(1, 7, 1), torch.rand(1, *shape), (8, 8, 8), overlap=overlap)
-    assert max(held) <= 10_000
+    assert max(held) <= max(10_000, 4 * 7 * layout.largest_part())
+
+
+@given(actions=st.lists(st.integers(0, 5000) | st.none(), max_size=60), seed=st.integers(0, 99))
+def test_tensors_of_the_arena_never_overlap_and_their_room_comes_back(actions: list[int | None], seed: int) -> None:
+    from medckpt.inference.sums import _Arena
+
+    chance, arena = random.Random(seed), _Arena(40_000)
+    live: dict[int, torch.Tensor] = {}
+    for number, count in enumerate(actions):
+        if count is None and live:
+            del live[chance.choice([*live])]
+        elif count and (room := arena.room((count,))) is not None:
+            live[number] = room.fill_(number)[count // 2 :]  # a view alone keeps it
+        assert all((tensor == number).all() for number, tensor in live.items())
+    live.clear()
+    room = None
+    assert (room := arena.room((10_000,))) is not None
+    assert arena.room((1,)) is None
+
+
+def test_parts_that_are_kept_stay_what_they_were() -> None:
+    net, image = nn.Conv3d(1, 5, 3, padding=1), torch.randn(1, 21, 20, 19)
+    whole = assembled(net, image, (8, 8, 8), overlap=0.5)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sliding_window, "SUMS_BYTES", 20_000)
+        parts = list(predict_parts(net, image, (8, 8, 8), device=CPU, overlap=0.5))
+    assert all(torch.equal(part.logits, whole[:, *part.place]) for part in parts)
 
 
 def test_the_need_grows_with_the_slab_not_with_the_volume() -> None:
