@@ -1,9 +1,9 @@
 """Prediction of a whole volume in bounded memory beside MONAI's: peak of the process and seconds, equal labels.
 
 The network is one 1x1x1 convolution to all classes, so that nearly all that is measured is the window framework. Each
-run has a process of its own (the imports of torch and MONAI count in its memory, not in its seconds), both sides have one
-and the same malloc setting, and rounds are interleaved. Seconds run from the volume to its label map; the peak is the
-largest resident set of the process.
+run has a process of its own (the imports of torch and MONAI count in its memory, not in its seconds), both sides have
+one malloc setting, and rounds are interleaved. Seconds run from the volume to its label map; the peak is the largest
+resident set of the process.
 
     python benchmarks/sliding_window.py [--rounds 3] [--shape 256 256 200] [--output results]
 """

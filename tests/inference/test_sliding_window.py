@@ -169,7 +169,8 @@ def test_tensors_of_the_arena_never_overlap_and_their_room_comes_back(actions: l
         assert all((tensor == number).all() for number, tensor in live.items())
     live.clear()
     room = None
-    assert (room := arena.room((10_000,))) is not None
+    room = arena.room((10_000,))
+    assert room is not None
     assert arena.room((1,)) is None
 
 
