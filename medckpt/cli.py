@@ -262,7 +262,7 @@ def _check(words: list[str]) -> int:
         if as_json:
             print(json.dumps(typed.to_plain(changes)))
         return 0
-    checked = run_check.check(keys.data, report=keys.report)
+    checked = run_check.check(keys.data, report=keys.report, reading=keys.reading)
     if as_json:
         print(json.dumps(run_check.to_dict(checked)))
     return FAILED if checked.failed else 0
@@ -282,8 +282,8 @@ def _profile(words: list[str]) -> int:
 
 def _predict(words: list[str]) -> int:
     as_json = parse.take_flag(words, "--json")
-    own = ("weights", "format", "seg_type", *parse.DICOM_KEYS)
-    keys = parse.read_keys("predict", words, required=("run", "input", "output"), optional=own)
+    optional = (own := ("weights", "format", "seg_type")) + parse.READING_KEYS
+    keys = parse.read_keys("predict", words, required=("run", "input", "output"), optional=optional)
     from medckpt import run_folder
     from medckpt.inference.inputs import require_input
 
@@ -292,9 +292,9 @@ def _predict(words: list[str]) -> int:
     from medckpt import console, run
 
     console.speak_on(stderr=as_json)
-    choices: dict[str, Any] = {key: keys[key] for key in own if key in keys and key not in parse.DICOM_KEYS}
-    choices["dicom"] = {key.removeprefix("data.dicom."): keys[key] for key in parse.DICOM_KEYS if key in keys}
-    files = run.predict(Path(keys["run"]), Path(keys["input"]), Path(keys["output"]), **choices)
+    choices: dict[str, Any] = {key: keys[key] for key in own if key in keys}
+    places = (Path(keys[key]) for key in ("run", "input", "output"))
+    files = run.predict(*places, **choices, reading=parse.reading(keys))
     if as_json:
         print(json.dumps([str(file) for file in files]))
     return 0
@@ -302,15 +302,17 @@ def _predict(words: list[str]) -> int:
 
 def _evaluate(words: list[str]) -> int:
     as_json = parse.take_flag(words, "--json")
-    keys = parse.read_keys("evaluate", words, required=("run",), optional=("data", "output", "weights"))
+    optional = ("data", "output", "weights", *parse.READING_KEYS)
+    keys = parse.read_keys("evaluate", words, required=("run",), optional=optional)
     from medckpt import run_folder
 
     run_folder.load_config(Path(keys["run"]))
     from medckpt import console, run
 
     console.speak_on(stderr=as_json)
+    choices: dict[str, Any] = {key: keys[key] for key in ("data", "weights") if key in keys}
     output = Path(keys["output"]) if "output" in keys else None
-    metrics = run.evaluate(Path(keys["run"]), data=keys.get("data"), output=output, weights=keys.get("weights", "best"))
+    metrics = run.evaluate(Path(keys["run"]), output=output, **choices, reading=parse.reading(keys))
     if as_json:
         print(json.dumps(metrics))
     return 0

@@ -36,7 +36,7 @@ Hydra's own flags work too: --cfg job prints the whole configuration, -m sweeps 
 """
 
 CHECK = """\
-medckpt check data=PATH [report=FOLDER]                                    pass, warn or fail for every case
+medckpt check data=PATH [report=FOLDER] [data.KEY=VALUE ...]               pass, warn or fail for every case
 medckpt check data=PATH fix=geometry|labels|orthonormal output=FOLDER      write a corrected copy
 
 Reads every case and says what is wrong and what to do: geometry (image against label, channels, spacing), NaN and
@@ -50,12 +50,14 @@ fix     one or more, by commas; what is not certain is refused by name, and the 
         labels       label values by a table: fix=labels remap={4:3}
         orthonormal  NIfTI axes that are slightly sheared become rectangular; voxels stay as they are
 output  a new folder for the whole corrected copy
+data.dicom.tilt=resample, gaps=interpolate, duplicates=first|last, spacing=resample; data.shear=resample;
+data.label_grid=resample: check with what a training would be told to do about such files (docs/dicom.md).
 --json prints the facts of the report and nothing else on standard output.
 Exit code: 0 no case fails (warnings are allowed), 1 a case fails, 2 for what is wrong with the words or the folder.
 """
 
 PREDICT = """\
-medckpt predict run=RUN input=PATH output=PATH [weights=best|last|FILE] [format=nifti|seg|both] [data.dicom.KEY=VALUE]
+medckpt predict run=RUN input=PATH output=PATH [weights=best|last|FILE] [format=nifti|seg|both] [data.KEY=VALUE]
 
 input   a NIfTI, NRRD or MHA file, a DICOM series folder, or a folder of either; several channels of one scan are
         files CASE_0000.nii.gz, CASE_0001.nii.gz in a folder
@@ -64,14 +66,16 @@ format  seg writes a DICOM Segmentation on the source series of DICOM scans (seg
         the name ends in, NIfTI in a folder
 The label maps lie on the scans' own grids: same shape, same affine. --json prints the files written.
 A tilted, gappy or uneven DICOM series is refused unless the run, or a word here, says what to do with it:
-data.dicom.tilt=resample, gaps=interpolate, duplicates=first|last, spacing=resample (docs/dicom.md).
+data.dicom.tilt=resample, gaps=interpolate, duplicates=first|last, spacing=resample; data.shear=resample for sheared
+NIfTI files (docs/dicom.md).
 """
 
 EVALUATE = """\
-medckpt evaluate run=RUN [data=PATH] [output=FOLDER] [weights=best|last|FILE]
+medckpt evaluate run=RUN [data=PATH] [output=FOLDER] [weights=best|last|FILE] [data.KEY=VALUE ...]
 
 Scores the run on its own validation cases, or on every labelled case of another data set. Dice per class, mean and
 95 % surface distance in mm, on the scans' own grids. Writes evaluation.json and label maps; --json prints it.
+data.dicom.KEY=VALUE, data.shear= and data.label_grid= as in a training: what to do about irregular files.
 """
 
 RECIPES = """\

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from medckpt import console, machine, plan_screen, run_folder, step_memory, typed
-from medckpt.blocks import DicomConfig
 from medckpt.config import RunConfig, resolve_device
 from medckpt.datasets import phantom
 from medckpt.datasets.check.quick import failing_cases
@@ -25,7 +24,7 @@ from medckpt.datasets.prepare import (
     read_case_label,
     unusable,
 )
-from medckpt.datasets.reading import write_label
+from medckpt.datasets.reading import read_otherwise, write_label
 from medckpt.datasets.split import split_patients
 from medckpt.errors import DataError
 from medckpt.files import write_json
@@ -166,7 +165,7 @@ def predict(
     weights: str = "best",
     format: export.Format | None = None,
     seg_type: SegType = "binary",
-    dicom: Mapping[str, str] | None = None,
+    reading: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Segments one scan or a folder of scans with a trained run; the label maps lie on the scans' own grids.
 
@@ -177,13 +176,13 @@ def predict(
         weights: `best`, `last`, or the path of a weights file.
         format: `nifti`, `seg` (DICOM Segmentation, for DICOM scans) or `both`; by default what `output` ends in.
         seg_type: `binary` or `labelmap`; see `write_dicom_seg`.
-        dicom: keys of `data.dicom` that are other than in the run, such as {"tilt": "resample"}.
+        reading: keys of `data` that are other than in the run, such as {"dicom": {"tilt": "resample"}}.
 
     Returns:
         The files written.
     """
     export.check_words(format, seg_type)
-    predictor = load_predictor(Path(run), weights, dicom)
+    predictor = load_predictor(Path(run), weights, reading)
     codes = run_folder.load_facts(Path(run)).codes
     cases = find_inputs(Path(input_path), predictor.channels)
     targets = export.find_targets(Path(output), cases, format)
@@ -200,15 +199,22 @@ def predict(
 
 
 def evaluate(
-    run: Path, *, data: str | None = None, output: Path | None = None, weights: str = "best"
+    run: Path,
+    *,
+    data: str | None = None,
+    output: Path | None = None,
+    weights: str = "best",
+    reading: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Scores a trained run: on its own validation cases, or on all labelled cases of another data set.
+
+    `weights` and `reading` are those of `predict`.
 
     Returns:
         The body of evaluation.json, which is written to `output` (default: RUN/evaluation) beside the label maps.
     """
     run = Path(run)
-    predictor = load_predictor(run, weights)
+    predictor = load_predictor(run, weights, reading)
     dataset = open_data(predictor.config) if data is None else open_dataset(Path(data))
     run_folder.require_same_data(run, dataset)
     cases = run_folder.load_split(run, dataset)[1] if data is None else dataset.cases
@@ -282,12 +288,10 @@ def class_indices(dataset: Dataset) -> dict[str, int]:
     return {name: ranks[dataset.labels[name]] for name in dataset.classes}
 
 
-def load_predictor(run: Path, weights: str = "best", dicom: Mapping[str, str] | None = None) -> Predictor:
-    """Returns a run's network with its weights, ready to predict; `weights` and `dicom` as in `predict`."""
+def load_predictor(run: Path, weights: str = "best", reading: Mapping[str, Any] | None = None) -> Predictor:
+    """Returns a run's network with its weights, ready to predict; `weights` and `reading` as in `predict`."""
     config, facts = run_folder.load_config(run), run_folder.load_facts(run)
-    if dicom:
-        block = typed.read(DicomConfig, typed.to_plain(config.data.dicom) | dict(dicom), "data.dicom")
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, dicom=block))
+    config = dataclasses.replace(config, data=read_otherwise(config.data, reading or {}))
     path = run / "weights" / f"{weights}.ckpt" if weights in ("best", "last") else Path(weights)
     if weights == "best" and not path.is_file() and not (run / "metrics.json").is_file():
         path = run / "weights" / "last.ckpt"

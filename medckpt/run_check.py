@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from medckpt import check_screen, console, machine, typed
+from medckpt.blocks import DataConfig
 from medckpt.datasets.check.dataset import check_cases, find_cases
 from medckpt.datasets.check.findings import DatasetCheck
 from medckpt.datasets.check.fix import Change, fix_dataset
 from medckpt.datasets.layouts import Dataset
+from medckpt.datasets.reading import read_otherwise
 from medckpt.errors import ConfigError
 from medckpt.files import write_json
 from medckpt.report.check_page import write_check_page
@@ -25,19 +27,26 @@ _PICTURED = ("flip", "exchanged", "constant", "grid")
 log = logging.getLogger("medckpt")
 
 
-def check(data: Path, *, report: Path | None = None, workers: int | None = None) -> DatasetCheck:
+def check(
+    data: Path,
+    *,
+    report: Path | None = None,
+    workers: int | None = None,
+    reading: Mapping[str, Any] | None = None,
+) -> DatasetCheck:
     """Checks a data set, prints one screen, and leaves report.html and check.json in a folder.
 
     Args:
         data: a data set in any layout that a training takes, or one scan.
         report: folder for the report; by default checks/NAME-DIGEST, which a second check of the data replaces.
         workers: processes, each with one case in memory; None takes the machine's cores.
+        reading: keys of `data` that say what reading does about faults, such as {"dicom": {"tilt": "resample"}}.
 
     Raises:
         DataError: nothing there, no known layout, a faulty dataset.json.
         ConfigError: `report` is a file, or lies inside of the data set.
     """
-    data = Path(data)
+    data, config = Path(data), read_otherwise(DataConfig(), reading or {})
     if report is None:
         digest = hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:6]
         report = Path("checks") / f"{data.resolve().name}-{digest}"
@@ -48,14 +57,14 @@ def check(data: Path, *, report: Path | None = None, workers: int | None = None)
     dataset, faults = find_cases(data)
     workers = machine.cpu_count() if workers is None else workers
     with console.bar("check", len(dataset.cases)) as advance:
-        checked = check_cases(dataset, faults, workers=workers, progress=lambda done, of: advance())
+        checked = check_cases(dataset, faults, config, workers=workers, progress=lambda done, of: advance())
     page = report / "report.html"
     tables = [
         ("Sizes, spacings, intensities", check_screen.summary_rows(checked)),
         ("Label values", check_screen.label_table(checked, limit=None)),
     ]
     note = check_screen.forecast_line(checked)
-    write_check_page(checked, tables, note, _draw(checked, dataset, report / "pictures"), page)
+    write_check_page(checked, tables, note, _draw(checked, dataset, config, report / "pictures"), page)
     write_json(report / "check.json", to_dict(checked))
     check_screen.checked(checked, page)
     return checked
@@ -91,7 +100,7 @@ def to_dict(checked: DatasetCheck) -> dict[str, Any]:
     }
 
 
-def _draw(checked: DatasetCheck, dataset: Dataset, folder: Path) -> list[Path]:
+def _draw(checked: DatasetCheck, dataset: Dataset, config: DataConfig, folder: Path) -> list[Path]:
     """Draws the cases whose findings a picture explains; the label is laid over the image, each by its own header."""
     wanted = [case.name for case in checked.cases if case.images and any(f.code in _PICTURED for f in case.findings)][
         :PICTURES
@@ -113,7 +122,8 @@ def _draw(checked: DatasetCheck, dataset: Dataset, folder: Path) -> list[Path]:
             if case.label is None:
                 continue
             try:
-                image, label = read_volume(case.images[0]), read_label(case.label)
+                image = read_volume(case.images[0], config.dicom, shear=config.shear)
+                label = read_label(case.label, shear=config.shear)
                 upright = canonical_grid(image.grid, None)
                 scan = resample(image.array, image.grid, upright, order=0, fill=float(image.array.min()))
                 marks = resample(label.array, label.grid, upright, order=0, fill=0)

@@ -6,12 +6,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from medckpt.blocks import DicomConfig
 from medckpt.datasets.check.findings import FIXES
 from medckpt.errors import ConfigError, suggest
 
-DICOM_KEYS = tuple(f"data.dicom.{field.name}" for field in fields(DicomConfig))
+READING_KEYS = ("data.shear", "data.label_grid", *(f"data.dicom.{field.name}" for field in fields(DicomConfig)))
+"""What is to be done with faults of files, for verbs that take no recipe."""
 
 LARGEST = 10**9
 """No count in a word is larger."""
@@ -93,6 +95,13 @@ def read_keys(verb: str, words: Sequence[str], *, required: Sequence[str], optio
     return keys
 
 
+def reading(keys: dict[str, str]) -> dict[str, Any]:
+    """Returns those of `READING_KEYS` that are there, nested as in `DataConfig`."""
+    given = {key.removeprefix("data."): keys[key] for key in READING_KEYS if key in keys}
+    dicom = {key.removeprefix("dicom."): value for key, value in given.items() if key.startswith("dicom.")}
+    return {key: value for key, value in given.items() if "." not in key} | ({"dicom": dicom} if dicom else {})
+
+
 def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separates Hydra's flags (with the word that follows --cfg and its like) from key=value words."""
     flags: list[str] = []
@@ -132,6 +141,7 @@ class CheckWords:
     fixes: tuple[str, ...]
     output: Path
     remap: dict[int, int]
+    reading: dict[str, Any]
 
 
 def read_check(words: Sequence[str]) -> CheckWords:
@@ -140,11 +150,13 @@ def read_check(words: Sequence[str]) -> CheckWords:
     Raises:
         ConfigError: unknown or missing words, fixes that are not known, words that do not go together.
     """
-    keys = read_keys("check", words, required=("data",), optional=("report", "fix", "output", "remap"))
+    keys = read_keys("check", words, required=("data",), optional=("report", "fix", "output", "remap", *READING_KEYS))
     fixes = tuple(word.strip() for word in keys.get("fix", "").strip("[]").split(",")) if "fix" in keys else ()
     problems = [f"fix={word}: there is no such fix. {suggest(word, FIXES)}" for word in fixes if word not in FIXES]
     if fixes and "output" not in keys:
         problems.append("output=FOLDER is missing: fix= writes a corrected copy there, never in place.")
+    if fixes and (given := [key for key in READING_KEYS if key in keys]):
+        problems.append(f"{given[0]}= goes with a check; a corrected copy is made from files as they are.")
     if fixes and "report" in keys:
         problems.append("report= goes with a check; check the copy afterwards.")
     if "output" in keys and not fixes:
@@ -165,6 +177,7 @@ def read_check(words: Sequence[str]) -> CheckWords:
         fixes=fixes,
         output=Path(keys.get("output", "")).expanduser(),
         remap=remap,
+        reading=reading(keys),
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 from medckpt.cli import main
 from tests.conftest import TINY_UNETR, make_pairs
 from tests.datasets.check_maker import AFFINE, SHAPE, blobs, image_of, label_of, make_set, write
+from tests.datasets.dicom_maker import make_series
 
 QUICK = [*TINY_UNETR, "memory=cpu", "trainer.max_steps=1", "trainer.tensorboard=false", "data.validation=1"]
 
@@ -86,6 +87,22 @@ def test_a_copy_is_corrected_by_words(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "nothing is overwritten" in capsys.readouterr().err
 
 
+def test_a_check_reads_as_a_training_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = f"report={tmp_path / 'out'}"
+    tilted = make_series(tmp_path / "tilted", position=lambda k: (0, 0.7 * k, 2 * k))
+    sheared = np.array([[1.0, 0.3, 0, 0], [0, 1, 0, 0], [0, 0, 2, 0], [0, 0, 0, 1]])
+    file = write(tmp_path / "sheared.nii", np.arange(512, dtype=np.int16).reshape(8, 8, 8), sheared)
+    for data, advised in ((tilted, "data.dicom.tilt=resample"), (file, "data.shear=resample")):
+        assert main(["check", f"data={data}", report]) == 1
+        assert advised in capsys.readouterr().out
+        assert main(["check", f"data={data}", report, advised]) == 0
+    root = make_set(tmp_path / "set")
+    shift_label(label_of(root, 1), 0.4)
+    capsys.readouterr()
+    assert main(["check", f"data={root}", report, "data.label_grid=resample", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cases"]["case_1"]["result"] == "warn"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -97,6 +114,9 @@ def test_a_copy_is_corrected_by_words(tmp_path: Path, capsys: pytest.CaptureFixt
         (["data=x", "fix=labels", "output=y"], "fix=labels and remap= go together"),
         (["data=x", "fix=labels", "output=y", "remap={4}"], "remap={4}: must be pairs of label values"),
         (["data=x", "fix=labels", "output=y", "remap={4:3,4:2}"], "remap={4:3,4:2}: must be pairs"),
+        (["data=.", "data.dicom.tilt=bend"], "data.dicom.tilt: 'bend' (str) is not a choice. Known: refuse, resample"),
+        (["data=.", "data.dicom.tlit=resample"], "data.dicom.tlit: unknown key. Did you mean 'data.dicom.tilt'?"),
+        (["data=x", "fix=geometry", "output=y", "data.shear=resample"], "data.shear= goes with a check"),
         (["data=nothing-here"], "nothing-here: there is no such file or folder"),
     ],
 )

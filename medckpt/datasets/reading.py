@@ -5,14 +5,16 @@ Whichever library reads it, the same volume gives the same array, affine and ref
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from medckpt.blocks import DicomConfig
+from medckpt import typed
+from medckpt.blocks import DataConfig, DicomConfig
 from medckpt.datasets.dicom import read_dicom, read_dicom_grid
 from medckpt.datasets.dicom_seg import is_dicom_seg, read_dicom_seg
 from medckpt.datasets.dicom_series import is_dicom_file, series_files
@@ -220,3 +222,17 @@ def _whole_numbers(array: np.ndarray, path: Path) -> np.ndarray:
             f"most {LARGEST_LABEL}. Is this an image? If negative means 'unknown', make it a class or 0."
         )
     return array.astype(np.min_scalar_type(int(high)))
+
+
+def read_otherwise(config: DataConfig, given: Mapping[str, Any]) -> DataConfig:
+    """Returns `config` with what is given of `shear`, `label_grid` and, below `dicom`, of `DicomConfig`.
+
+    Raises:
+        ConfigError: unknown keys or values, all in one message.
+    """
+    if not given:
+        return config
+    plain = {key: typed.to_plain(getattr(config, key)) for key in ("shear", "label_grid", "dicom")}
+    plain |= {key: plain[key] | value if key == "dicom" else value for key, value in given.items()}
+    read = typed.read(DataConfig, plain, "data")
+    return dataclasses.replace(config, **{key: getattr(read, key) for key in plain})

@@ -5,16 +5,18 @@ Everything here runs in processes of its own (pool.py), one case after another i
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 
+from medckpt.blocks import DataConfig
 from medckpt.datasets.check.findings import CaseCheck, Finding, ImageFacts, LabelFacts
 from medckpt.datasets.check.sides import body_findings, pair_findings
 from medckpt.datasets.dicom_series import is_dicom_file
@@ -41,6 +43,8 @@ class Task:
     root: Path
     channel_names: tuple[str, ...]
     labels: Mapping[str, int]
+    config: DataConfig = field(default_factory=DataConfig)
+    """What reading does about faults of files."""
 
 
 def check_case(task: Task) -> CaseCheck:
@@ -55,11 +59,14 @@ def check_case(task: Task) -> CaseCheck:
 def _check(task: Task) -> CaseCheck:
     case = task.case
     findings: list[Finding] = []
-    label = None if case.label is None else _guarded(case.label, read_label, "label", findings)
+    config = task.config
+    label = None
+    if case.label is not None:
+        label = _guarded(case.label, lambda path: read_label(path, shear=config.shear), "label", findings)
     images: list[ImageFacts] = []
     first: Grid | None = None
     for name, path in zip(task.channel_names, case.images, strict=False):
-        volume = _guarded(path, read_volume, "image", findings)
+        volume = _guarded(path, lambda path: read_volume(path, config.dicom, shear=config.shear), "image", findings)
         if volume is None:
             continue
         images.append(_image_facts(volume, task.root))
@@ -67,7 +74,10 @@ def _check(task: Task) -> CaseCheck:
         if first is None:
             first = volume.grid
             if label is not None and case.label is not None:
-                findings += label_grid_findings(label.grid, first, case.label)
+                off_grid = label_grid_findings(label.grid, first, case.label)
+                if config.label_grid == "resample":
+                    off_grid = [dataclasses.replace(finding, severity="warn") for finding in off_grid]
+                findings += off_grid
                 findings += body_findings(volume, label, task.labels)
         elif not same_grid(first, volume.grid):
             text = channels_apart(first, volume.grid, case.images[0], path)

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from medckpt.blocks import DataConfig
 from medckpt.datasets.check.case import Task, check_case
 from medckpt.datasets.check.duplicates import duplicate_findings
 from medckpt.datasets.check.findings import CaseCheck, DatasetCheck, Finding
@@ -30,12 +31,18 @@ Progress = Callable[[int, int], None]
 
 
 def check_dataset(
-    root: Path, *, workers: int = 2, limit_seconds: float = CASE_SECONDS, progress: Progress | None = None
+    root: Path,
+    config: DataConfig | None = None,
+    *,
+    workers: int = 2,
+    limit_seconds: float = CASE_SECONDS,
+    progress: Progress | None = None,
 ) -> DatasetCheck:
     """Checks a data set in any layout of `layouts`, or one scan alone (a file, or a folder of DICOM slices).
 
     Args:
         root: the folder or file.
+        config: what reading does about faults of files (`shear`, `label_grid`, `dicom`); by default it refuses them.
         workers: processes, one case in memory in each; 0 works in this process. A script needs the
             `if __name__ == "__main__"` guard for more than 0.
         limit_seconds: after this long a case counts as one that hangs, and is named.
@@ -45,12 +52,13 @@ def check_dataset(
         DataError: there is no such folder, no known layout in it, or its dataset.json is faulty. What is wrong with a
             case is never raised.
     """
-    return check_cases(*find_cases(root), workers=workers, limit_seconds=limit_seconds, progress=progress)
+    return check_cases(*find_cases(root), config, workers=workers, limit_seconds=limit_seconds, progress=progress)
 
 
 def check_cases(
     dataset: Dataset,
     faults: Sequence[Fault] = (),
+    config: DataConfig | None = None,
     *,
     workers: int = 2,
     limit_seconds: float = CASE_SECONDS,
@@ -58,7 +66,10 @@ def check_cases(
 ) -> DatasetCheck:
     """Checks what `find_cases` found; the arguments are those of `check_dataset`."""
     names, labels = dataset.channel_names, dataset.labels
-    tasks = [Task(case=case, root=dataset.root, channel_names=names, labels=labels) for case in dataset.cases]
+    config = config or DataConfig()
+    tasks = [
+        Task(case=case, root=dataset.root, channel_names=names, labels=labels, config=config) for case in dataset.cases
+    ]
     checked: dict[str, CaseCheck] = {}
     for done, (index, result) in enumerate(_results(tasks, workers, limit_seconds), start=1):
         case = dataset.cases[index]
