@@ -103,7 +103,7 @@ def lean_modules(model: nn.Module, choices: Mapping[str, str]) -> dict[str, str]
     found: dict[str, str] = {}
     for region, option in choices.items():
         if region not in modules:
-            raise ConfigError(f"policy: the model has no module '{region}'. {suggest(region, modules)}")
+            raise ConfigError(f"policy: the model has no module '{region}'. {suggest(region, filter(None, modules))}")
         taken: set[nn.Module] = set()
         for name, module in modules[region].named_modules(prefix=region):
             operator = None if module in taken else _operator_for(module, OPTIONS[option].operators)
