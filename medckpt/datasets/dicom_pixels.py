@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pydicom
+from pydicom.encaps import generate_frames
 from pydicom.pixels import get_decoder
 from pydicom.pixels.utils import iter_pixels
 from pydicom.uid import UID, ExplicitVRBigEndian, ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
+from medckpt.datasets.codestream import require_size
 from medckpt.datasets.dicom_header import Slice, Stored
 from medckpt.errors import DataError
 
@@ -140,7 +142,13 @@ def _decode(path: Path, frames: Sequence[int]) -> Iterator[np.ndarray]:
         implicit, little = dataset.original_encoding
         explicit = ExplicitVRLittleEndian if little else ExplicitVRBigEndian
         dataset.file_meta.TransferSyntaxUID = ImplicitVRLittleEndian if implicit else explicit
-    every = list(frames) == list(range(int(dataset.get("NumberOfFrames") or 1)))
+    number = int(dataset.get("NumberOfFrames") or 1)
+    if dataset.file_meta.TransferSyntaxUID.is_encapsulated:
+        wanted = set(frames)
+        for index, stream in enumerate(generate_frames(dataset.PixelData, number_of_frames=number)):
+            if index in wanted:
+                require_size(stream, dataset.Rows, dataset.Columns, dataset.SamplesPerPixel)
+    every = list(frames) == list(range(number))
     yield from iter_pixels(dataset, indices=None if every else frames)
 
 

@@ -54,7 +54,10 @@ def test_options_mix_and_come_off() -> None:
     ("choices", "match"),
     [
         ({"blocks.0": "keep", "encoder1": "lena"}, r"'lena' \(of 'encoder1'\) is no option. Did you mean 'lean'\?"),
-        ({"blocks.0": "lean", "encoder2": "lean"}, r"the model has no module 'encoder2'. Did you mean 'encoder1'\? Known: \w"),
+        (
+            {"blocks.0": "lean", "encoder2": "lean"},
+            r"the model has no module 'encoder2'. Did you mean 'encoder1'\? Known: \w",
+        ),
         ({"blocks.0": "recompute", "blocks.0.mlp": "recompute_plain"}, "inside"),
         ({"encoder1": "lean", "": "recompute_plain"}, "root|whole|itself"),
     ],
