@@ -292,6 +292,11 @@ def _content_problem(tags: _Tags) -> tuple[str, str | None]:
         return "content", "RescaleSlope is 0, which erases the image; correct the tag or leave it out"
     if not np.isfinite([float(value) for value in (slope, intercept) if value is not None]).all():
         return "content", f"RescaleSlope {slope} and RescaleIntercept {intercept} are no numbers; correct the tags"
+    absent = [tag for tag in ("BitsAllocated", "BitsStored") if not tags.get(tag)]
+    if tags.get("PixelRepresentation") not in (0, 1):
+        absent.append("PixelRepresentation")
+    if absent:  # a guess would be off by 65536, or by what the bits above BitsStored hold
+        return "content", f"no usable {' and '.join(absent)}, so that its numbers cannot be told; export them again"
     stored, high = tags.get("BitsStored"), tags.get("HighBit")
     if stored is not None and high is not None and int(high) != int(stored) - 1:
         return "content", f"HighBit {high} beside BitsStored {stored}, which DICOM no longer allows; export them again"

@@ -120,7 +120,11 @@ def _misread(name: str, case: CaseCheck, root: Path) -> str | None:
             if "Rows" in dataset and "PixelData" in dataset:
                 dataset.PhotometricInterpretation = "MONOCHROME2"  # it changes no stored value, and may be gone
                 slope, inter = float(dataset.get("RescaleSlope", 1)), float(dataset.get("RescaleIntercept", 0))
-                values.append(dataset.pixel_array.astype(np.float32) * np.float32(slope) + np.float32(inter))
+                try:
+                    stored = dataset.pixel_array.astype(np.float32)
+                except Exception as error:  # whatever pydicom and its plugins raise
+                    return f"{name}: read {file.name}, which pydicom refuses ({error})"
+                values.append(stored * np.float32(slope) + np.float32(inter))
         low, high = min(float(v.min()) for v in values), max(float(v.max()) for v in values)
         # A copy or a localizer may be set aside: what was read lies within what is there.
         right = low <= facts.minimum and facts.maximum <= high

@@ -80,6 +80,21 @@ def test_d20_bits_above_bits_stored(
     assert pydicom.dcmread(tmp_path / "0.dcm").pixel_array[0, 0] == value  # pydicom's reading of the same rule
 
 
+@pytest.mark.parametrize("tag", ["BitsAllocated", "BitsStored", "PixelRepresentation"])
+@pytest.mark.parametrize("victims", [range(6), [3]])
+def test_numbers_without_their_tags_are_no_guess(tmp_path: Path, tag: str, victims: list[int]) -> None:
+    """Read as unsigned, -1000 would be 64536; one slice of a series is no better than all of them."""
+    for k in range(6):
+        dataset = make_slice(k, pixels=np.full((ROWS, COLUMNS), -1000, np.int16))
+        save_slice(tmp_path / f"{k}.dcm", dataset)
+        if k in victims:
+            delattr(dataset, tag)
+            dataset.save_as(tmp_path / f"{k}.dcm")
+    for read in (read_grid, read_volume):
+        with pytest.raises(DataError, match=f"no usable {tag}, so that its numbers cannot be told"):
+            read(tmp_path)
+
+
 def test_d20_bits_of_another_place_are_refused(tmp_path: Path) -> None:
     make_series(tmp_path, BitsStored=12, HighBit=15)
     with pytest.raises(DataError, match="HighBit 15 beside BitsStored 12"):
