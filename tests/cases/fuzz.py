@@ -17,7 +17,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import pydicom
-from pydicom.uid import JPEG2000Lossless, RLELossless
+from pydicom.uid import ExplicitVRLittleEndian, JPEG2000Lossless, RLELossless
 
 from medckpt.datasets.check.case import Task, check_case
 from medckpt.datasets.check.dataset import find_cases
@@ -118,7 +118,9 @@ def _misread(name: str, case: CaseCheck, root: Path) -> str | None:
         for file in sorted(path.iterdir()):
             dataset = pydicom.dcmread(file, force=True)
             if "Rows" in dataset and "PixelData" in dataset:
-                dataset.PhotometricInterpretation = "MONOCHROME2"  # it changes no stored value, and may be gone
+                # These change no stored value, and may be gone.
+                dataset.PhotometricInterpretation, dataset.SamplesPerPixel = "MONOCHROME2", 1
+                dataset.file_meta.setdefault("TransferSyntaxUID", ExplicitVRLittleEndian)
                 slope, inter = float(dataset.get("RescaleSlope", 1)), float(dataset.get("RescaleIntercept", 0))
                 try:
                     stored = dataset.pixel_array.astype(np.float32)
