@@ -142,8 +142,13 @@ def _decode(path: Path, frames: Sequence[int]) -> Iterator[np.ndarray]:
         implicit, little = dataset.original_encoding
         explicit = ExplicitVRLittleEndian if little else ExplicitVRBigEndian
         dataset.file_meta.TransferSyntaxUID = ImplicitVRLittleEndian if implicit else explicit
+    encapsulated = dataset.file_meta.TransferSyntaxUID.is_encapsulated
+    if dataset["PixelData"].is_undefined_length and not encapsulated:
+        raise DataError(
+            f"{path}: the pixels are compressed, and no TransferSyntaxUID says how. Copy or export the file again."
+        )
     number = int(dataset.get("NumberOfFrames") or 1)
-    if dataset.file_meta.TransferSyntaxUID.is_encapsulated:
+    if encapsulated:
         wanted = set(frames)
         for index, stream in enumerate(generate_frames(dataset.PixelData, number_of_frames=number)):
             if index in wanted:

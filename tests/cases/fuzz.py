@@ -120,7 +120,8 @@ def _misread(name: str, case: CaseCheck, root: Path) -> str | None:
             if "Rows" in dataset and "PixelData" in dataset:
                 # These change no stored value, and may be gone.
                 dataset.PhotometricInterpretation, dataset.SamplesPerPixel = "MONOCHROME2", 1
-                dataset.file_meta.setdefault("TransferSyntaxUID", ExplicitVRLittleEndian)
+                if not dataset["PixelData"].is_undefined_length:  # else it is compressed, and nothing says how
+                    dataset.file_meta.setdefault("TransferSyntaxUID", ExplicitVRLittleEndian)
                 slope, inter = float(dataset.get("RescaleSlope", 1)), float(dataset.get("RescaleIntercept", 0))
                 try:
                     stored = dataset.pixel_array.astype(np.float32)

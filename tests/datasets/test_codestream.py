@@ -10,7 +10,7 @@ import pytest
 from pydicom import dcmread
 from pydicom.data import get_testdata_file
 from pydicom.encaps import encapsulate, generate_frames
-from pydicom.uid import JPEG2000Lossless, JPEGLSLossless
+from pydicom.uid import JPEG2000Lossless, JPEGLSLossless, RLELossless
 
 from medckpt.datasets.codestream import StreamSize, require_size, stream_size
 from medckpt.datasets.reading import read_volume
@@ -66,6 +66,18 @@ def test_falsified_tiles_and_components_are_refused(tmp_path: Path) -> None:
         put_stream(tmp_path / "a.dcm", bytes(wrong))
         with pytest.raises(DataError, match=message):
             read_volume(tmp_path)
+
+
+@pytest.mark.parametrize("syntax", [RLELossless, JPEG2000Lossless, JPEGLSLossless])
+def test_compressed_pixels_without_a_transfer_syntax_are_refused(tmp_path: Path, syntax: str) -> None:
+    """RLE bytes were read as plain pixels."""
+    path = tmp_path / "a.dcm"
+    compressed(path, syntax)
+    dataset = dcmread(path)
+    del dataset.file_meta.TransferSyntaxUID
+    dataset.save_as(path, implicit_vr=False, little_endian=True, enforce_file_format=False)
+    with pytest.raises(DataError, match=r"a\.dcm: the pixels are compressed, and no TransferSyntaxUID says how"):
+        read_volume(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["JPEG-lossy.dcm", "JPEG2000.dcm", "SC_rgb_jpeg_gdcm.dcm"])
