@@ -119,7 +119,7 @@ def test_a_loss_is_tried_again_for_other_values_only():
         calls.append(len(output))
         return (output.mean((1, 2, 3, 4)) - target.float().mean((1, 2, 3))).square().mean()
 
-    (_, y), trial = volume(), LossTrial(loss, None)
+    (_, y), trial = volume(), LossTrial(loss)
     output = torch.randn(4, CLASSES, 6, 6, 6)
     trial(output, y)
     once = len(calls)
